@@ -6,16 +6,20 @@ import enum
 
 
 class EngineKind(enum.StrEnum):
-    """The engine of a worker, as the router names it."""
+    """
+    The engine of a worker, as the router names it.
+
+    Each precedes those that serve its paths too, which are tried after it.
+    """
 
     BATON = "baton"
     """Baton's own worker."""
+    TRTLLM = "trtllm"
+    """TensorRT-LLM's server, `trtllm-serve`. A pair transfers KV blocks by its cache transceiver."""
     VLLM = "vllm"
     """vLLM's OpenAI server. A pair transfers KV blocks by its NixlConnector."""
     SGLANG = "sglang"
     """SGLang's server. A pair transfers KV blocks by its disaggregation mode."""
-    TRTLLM = "trtllm"
-    """TensorRT-LLM's server, `trtllm-serve`. A pair transfers KV blocks by its cache transceiver."""
     OPENAI = "openai"
     """Any other server with OpenAI's API. It is never part of a pair."""
 

@@ -24,11 +24,11 @@ PREDICTED = "x-predicted-ttft-ms"
 """Router to client, when the deadline cannot be met: predicted time to first token in milliseconds."""
 
 CLASS = "x-baton-class"
-"""Client to router: priority class of the request: critical, interactive, default or batch. Router to
-worker: batch only."""
+"""Client to router: priority class of the request, one of `request_classes.CLASSES`. Router to worker: only
+`BATCH_CLASS`, for a class of the background."""
 
 BATCH_CLASS = "batch"
-"""The class of requests without an interactive client."""
+"""The class of requests without an interactive client, such as the lines of batches."""
 
 WORKER = "x-baton-worker"
 """Router to client: name of the worker that served the request."""

@@ -14,7 +14,7 @@ from typing import Literal
 
 from baton_api import metrics
 from baton_api.metrics import Metric
-from baton_observing.promql import Scope, ratio
+from baton_observing.promql import NOT_BACKGROUND, Scope, ratio
 
 BY_SERVICE = ("namespace", "service")
 
@@ -104,12 +104,12 @@ def _failed(scope: Scope) -> str:
 def _late(scope: Scope, metric: Metric, objective: Metric, default_bound: float) -> str:
     """Return the ratio of interactive streams beyond the bound of their service's spec, or the default."""
     bound = f'label_replace({scope.series(objective)}, "le", "$1", "bound", "(.+)")'
-    in_time = (
-        f"{scope.bucket_rate(metric, *BY_SERVICE, class_='!=batch')} and on (namespace, service, le) {bound}"
+    rates = scope.bucket_rate(metric, *BY_SERVICE, class_=NOT_BACKGROUND)
+    by_objective = f"max by (namespace, service) ({rates} and on (namespace, service, le) {bound})"
+    good = (
+        f"({by_objective} or {scope.rate_below(metric, default_bound, *BY_SERVICE, class_=NOT_BACKGROUND)})"
     )
-    by_objective = f"max by (namespace, service) ({in_time})"
-    good = f"({by_objective} or {scope.rate_below(metric, default_bound, *BY_SERVICE, class_='!=batch')})"
-    return f"1 - {ratio(good, scope.rate(metric, *BY_SERVICE, suffix='_count', class_='!=batch'))}"
+    return f"1 - {ratio(good, scope.rate(metric, *BY_SERVICE, suffix='_count', class_=NOT_BACKGROUND))}"
 
 
 REQUESTS = Indicator("requests", lambda scope: scope.rate(metrics.ROUTER_REQUESTS, *BY_SERVICE))

@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from baton_api.metrics import Metric
+from baton_api.request_classes import BACKGROUND
 
 TARGET_LABELS = frozenset({"cluster", "namespace", "service", "role", "worker", "revision", "pod", "process"})
 """Labels of the scrape target. docs/guides/observability.md says where each comes from."""
+
+NOT_BACKGROUND = f"!~{'|'.join(BACKGROUND)}"
+"""Value of the label `class` for requests whose clients wait."""
 
 Aggregation = Literal["sum", "max", "min", "avg", "count"]
 OverTime = Literal["avg", "max", "min", "changes", "deriv"]

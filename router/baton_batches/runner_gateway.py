@@ -156,7 +156,7 @@ class RunnerGateway:
 
     async def send(self, path: str, body: bytes, request_id: str, seconds: float) -> LineReply:
         """Try a line once. Cancellation closes its connection, which stops the worker too."""
-        names = (headers.REQUEST_ID, request_id), (headers.CLASS, "batch")
+        names = (headers.REQUEST_ID, request_id), (headers.CLASS, headers.BATCH_CLASS)
         try:
             async with asyncio.timeout(seconds):
                 reply = await self._fetch("POST", path, "application/json", body, *names)

@@ -33,6 +33,7 @@ from baton_api.errors import (
     RouteNotFound,
     SetupError,
 )
+from baton_api.inference_paths import PROXIED_PATHS
 from baton_api.keys import HEALTH_PATHS
 from baton_api.metrics import CONTENT_TYPE, BackgroundTask
 from baton_api.response_store import Turn, owner
@@ -54,7 +55,6 @@ from baton_router.metrics.collectors import CacheMetrics, QueueMetrics, TenantMe
 from baton_router.metrics.registry import CertificateMetrics, MetricFamily, RouterMetrics, WorkerStatusMetrics
 from baton_router.proxy import responses
 from baton_router.proxy.admin_operations import ADMIN_PATHS, AdminOperations
-from baton_router.proxy.forwarding import PROXIED_PATHS
 from baton_router.proxy.proxy import Proxy
 from baton_router.proxy.response_stores import open_store
 from baton_router.proxy.responses import ResponsesProxy

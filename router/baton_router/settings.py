@@ -10,13 +10,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, SecretStr
 from pydantic_settings import SettingsConfigDict
 
 from baton_api import limits
+from baton_api.engines import EngineKind
 from baton_api.exposure import DEFAULT_PORT
 from baton_api.keys import KeyDigests
 from baton_api.logs import Format
@@ -107,6 +108,11 @@ WorkerKey = Annotated[SecretStr, BeforeValidator(_one_key)]
 DnsQuestion = Annotated[str, AfterValidator(_dns_question)]
 RevisionWeight = Annotated[str, AfterValidator(_revision_weight)]
 WorkerUrl = Annotated[str, AfterValidator(_worker_url)]
+if TYPE_CHECKING:
+    EngineChoice = str
+else:
+    EngineChoice = Literal[("auto", *(kind.value for kind in EngineKind))]
+
 Algorithm = Literal[
     "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA",
 ]  # fmt: skip
@@ -216,7 +222,7 @@ class RouterSettings(BatchSettings):
     worker: tuple[WorkerUrl, ...] = ()
     """URL of a server with OpenAI's API, such as llama.cpp, TGI or Ollama; repeatable. As --decode."""
 
-    engine: Literal["auto", "baton", "trtllm", "vllm", "sglang", "openai"] = "auto"
+    engine: EngineChoice = "auto"
     """Engine of the workers. auto: the router asks each worker. openai: any server with OpenAI's API."""
 
     decode_dns: tuple[DnsQuestion, ...] = ()
@@ -379,13 +385,12 @@ class RouterSettings(BatchSettings):
     with # are comments. The file is reloaded within one second after a change."""
 
     tenants_file: str = ""
-    """YAML file of tenants: a list `tenants` with `name`, `keys` (`sha256:HEX`), `models`, `classes`
-    (critical, interactive, default, batch), `default_class`, `requests_per_minute`,
-    `tokens_per_minute`, `streams`, `cache` and `admin`. Only `name` is required; a tenant may use
-    every model and every class except critical, without limits. Tenants share KV blocks only if they
-    have the same `cache`. Only an `admin` may see and cancel the requests of others. Limits apply per
-    router replica. Set --ticket-secret as well: cache salts are derived from it. The file is reloaded
-    within one second after a change."""
+    """YAML file of tenants: a list `tenants` with `name`, `keys` (`sha256:HEX`), `models`, `classes`,
+    `default_class`, `cache`, `admin`, and limits such as `tokens_per_minute`. Only `name` is required; a
+    tenant may use every model, and every class except critical, without limits. Tenants share KV blocks
+    only if they have the same `cache`. Only an `admin` may see and cancel the requests of others. Limits
+    apply per router replica. Set --ticket-secret as well: cache salts are derived from it. The file is
+    reloaded within one second after a change."""
 
     jwt_jwks: str = ""
     """URL or file of the public keys (JWKS) of a token issuer. Its tokens are then accepted like API keys.

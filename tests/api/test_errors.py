@@ -84,8 +84,8 @@ EXAMPLES: list[BatonError] = [
     Overloaded(4096, 4096, retry_after=900),
     NotInTime(30.2, 10.0),
     NotInTime(300.0, 300.0, waited=True),
-    RateLimited("tokens", 1000, 7),
-    RateLimited("streams", 4, 900),
+    RateLimited(1000, "tokens per minute", 7),
+    RateLimited(4, "requests at once", 900),
 ]
 
 
@@ -113,7 +113,7 @@ HOSTILE: list[BatonError] = [
     BodyTooSlow(10.0**300),
     HeadTooLarge(10**400),
     RangeNotSatisfiable(10**400),
-    RateLimited(LONG, 10**400, 10**400),
+    RateLimited(10**400, LONG, 10**400),
     RequestAborted(),
     Overloaded(10**400, 10**400),
     NotInTime(1e300, 0.0),

@@ -12,7 +12,7 @@ import pytest
 from baton_api import anthropic
 from baton_api import headers as header_names
 from baton_api.errors import SetupError, Unauthorized
-from baton_api.scoring_paths import RERANK_PATHS, SCORE_PATHS
+from baton_api.inference_paths import RERANK_PATHS, SCORE_PATHS
 from baton_router.app import create_app
 from baton_router.server import log_startup
 from baton_router.settings import RouterSettings

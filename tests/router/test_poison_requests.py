@@ -14,12 +14,11 @@ import pytest
 
 from baton_api import headers, metrics
 from baton_api.errors import PoisonRequest, WorkerLost
-from baton_api.headers import BATCH_CLASS
 from baton_api.resuming import Beginning, begin_line, tokens_line
 from baton_api.workers import Role
 from baton_router.proxy.retries import RESERVE
 from baton_router.scheduling.crash_history import (
-    BATCH_LOSSES_LIMIT,
+    BACKGROUND_LOSSES_LIMIT,
     LOSSES_LIMIT,
     REMEMBERED_LIMIT,
     REMEMBERED_S,
@@ -38,11 +37,9 @@ from tests.router.running import CHAT, QUESTION, STREAM, anew, running_router, u
 KEY = ("alice", 7)
 
 
-def rejected(
-    crashes: CrashHistory, key: Key = KEY, priority_class: str = "default", now: float = 0.0
-) -> bool:
+def rejected(crashes: CrashHistory, key: Key = KEY, now: float = 0.0, *, background: bool = False) -> bool:
     try:
-        crashes.check(key, priority_class, now)
+        crashes.check(key, now, background=background)
     except PoisonRequest:
         return True
     return False
@@ -69,10 +66,10 @@ def test_crashes_of_two_workers_reject_the_request(losses: Sequence[tuple[str, s
 
 def test_crashes_of_a_batch_line_are_left_to_its_runner() -> None:
     crashes = CrashHistory()
-    for number in range(BATCH_LOSSES_LIMIT):
-        assert not rejected(crashes, priority_class=BATCH_CLASS)
+    for number in range(BACKGROUND_LOSSES_LIMIT):
+        assert not rejected(crashes, background=True)
         crashes.lost(KEY, f"w{number}", "1", 0.0)
-    assert rejected(crashes, priority_class=BATCH_CLASS)
+    assert rejected(crashes, background=True)
 
 
 def test_crashes_are_forgotten_after_an_answer_and_with_time() -> None:
@@ -325,7 +322,7 @@ async def test_batch_line_that_kills_its_worker_is_not_retried() -> None:
         FakeWorker(fake_worker.crash) as two,
         running_router([one, two]) as router,
     ):
-        patient = {headers.CLASS: BATCH_CLASS}
+        patient = {headers.CLASS: headers.BATCH_CLASS}
         answer = await router.client.post(CHAT, json=anew(QUESTION), headers=patient)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, WorkerLost.code)
         assert len(one.requests) + len(two.requests) == 1

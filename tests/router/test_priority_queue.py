@@ -11,7 +11,6 @@ import pytest
 from baton_router.scheduling.fair_share import QUANTUM
 from baton_router.scheduling.priority_queue import (
     LEVELS,
-    LOWEST,
     MAX_WAIT_SHARE,
     STARVED_S,
     WINDOW,
@@ -48,7 +47,6 @@ def served(queue: PriorityQueue, now: float, most: int = 10**6) -> list[QueueEnt
 
 def test_class_names_have_their_order() -> None:
     assert LEVELS == {"critical": CRITICAL, "interactive": INTERACTIVE, "default": DEFAULT, "batch": BATCH}
-    assert LOWEST == BATCH
 
 
 def test_higher_classes_first() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from baton_api import headers
@@ -45,3 +48,38 @@ def test_unknown_class_is_rejected(value: bytes) -> None:
 def test_class_not_allowed_for_the_tenant_is_rejected() -> None:
     with pytest.raises(Forbidden, match="interactive"):
         request_class([(headers.CLASS.encode(), b"interactive")], SOME)
+
+
+A_NEW_CLASS = """
+import math
+from baton_api import request_classes
+from baton_api.request_classes import CLASSES, RequestClass
+
+bulk = RequestClass("bulk", open=False, background=True)
+request_classes.CLASSES = {**CLASSES, bulk.name: bulk}  # before anything reads the table
+
+from baton_api import headers, metrics
+from baton_router.requests.inference_request import request_class
+from baton_router.scheduling.admission import wait_limits
+from baton_router.scheduling.priority_queue import LEVELS, PriorityQueue
+from baton_router.tenants.tenants import DEFAULT_TENANT, Tenant, TenantEntry, OPEN_CLASSES
+from tests.router.test_tenant_queue import entry
+import msgspec
+
+assert request_class([(headers.CLASS.encode(), b"bulk")], DEFAULT_TENANT) == ("bulk", None)
+assert msgspec.convert({"name": "a", "classes": ["bulk"]}, TenantEntry).classes == ["bulk"]
+assert "bulk" not in OPEN_CLASSES and "bulk" in metrics.ROUTER_QUEUE_DEPTH.foreseen
+assert wait_limits("bulk", 1.0, 10.0, 300.0).max_wait_s == math.inf
+queue = PriorityQueue()
+last, middle, first = (entry(1, level=LEVELS[name]) for name in ("bulk", "batch", "default"))
+for one in (last, middle, first):
+    queue.add(one)
+order = []
+for _ in range(3):  # each goes only while nothing before it waits
+    queue.offer(lambda one: order.append(one) or True, lambda: True, 0.0)
+assert order == [first, middle, last], order
+"""
+
+
+def test_class_is_added_by_one_row_of_the_table() -> None:
+    subprocess.run([sys.executable, "-c", A_NEW_CLASS], check=True)

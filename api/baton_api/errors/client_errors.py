@@ -369,9 +369,8 @@ class RateLimited(BatonError):
     type = "requests"
     code = "rate_limit_exceeded"
 
-    def __init__(self, limit: str, most: int, retry_after: int) -> None:
-        """`limit` is requests, tokens or streams."""
-        unit = "requests at once" if limit == "streams" else f"{limit} per minute"
+    def __init__(self, most: int, unit: str, retry_after: int) -> None:
+        """`unit`: of `most`, such as "requests at once"."""
         super().__init__(f"Rate limit reached: {most} {unit}. Try again in {retry_after} s.")
         self.retry_after = max(1, min(RETRY_LIMIT_S, retry_after))
 

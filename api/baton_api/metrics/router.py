@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 
+from baton_api.inference_paths import PROXIED_PATHS
 from baton_api.metrics.metric import (
     FIRST_TOKEN_BUCKETS,
     LIMIT_BUCKETS,
@@ -15,9 +16,9 @@ from baton_api.metrics.metric import (
     Metric,
 )
 from baton_api.prompt_report import Fallback
+from baton_api.request_classes import CLASSES
 
-CLASSES = ("critical", "interactive", "default", "batch")
-CLASS = Label("class", CLASSES)
+CLASS = Label("class", tuple(CLASSES))
 WORKER = Label("worker", bound="current workers, by address")
 NAME = Label("name", bound="current workers, by the name in their log; empty until it is known")
 ROLE = Label("role", ("prefill", "decode"))
@@ -38,7 +39,7 @@ ROUTER_REQUESTS = Metric(
     "the connection. Model `other`: the model is not served, or the request was rejected before it was "
     "parsed.",
     (
-        Label("path", bound="9 forwarded paths"),
+        Label("path", bound=f"{len(PROXIED_PATHS)} forwarded paths"),
         Label("model", bound="100 served models, and other"),
         Label("class", (*CLASSES, "other")),
         Label("code", bound="about 20 HTTP statuses"),

@@ -10,9 +10,9 @@ from typing import Any
 
 from baton_api import __version__, anthropic, limits
 from baton_api import headers as header_names
+from baton_api.inference_paths import RERANK_PATHS, SCORE_PATHS
 from baton_api.openapi import files_and_batches, requests, responses
 from baton_api.openapi.values import COUNT, TEXT, Schema, one_of, ref
-from baton_api.scoring_paths import RERANK_PATHS, SCORE_PATHS
 
 ERRORS = {
     400: "The request is invalid; `param` names the field.",

@@ -7,7 +7,7 @@ from baton_api.metrics import Metric
 from baton_observing.alerts.alert import SERVICE, Alert, Severity
 from baton_observing.alerts.objectives import enough_requests
 from baton_observing.objectives import BY_SERVICE, REQUESTS
-from baton_observing.promql import Scope, ratio
+from baton_observing.promql import NOT_BACKGROUND, Scope, ratio
 
 NOW = Scope("5m")
 
@@ -16,9 +16,9 @@ UNAVAILABLE = NOW.gauge(
 )
 AVAILABLE = NOW.gauge(metrics.ROUTER_WORKER_STATE, *BY_SERVICE, state="=~ready|full|half_open")
 
-QUEUE_AGE = NOW.gauge(metrics.ROUTER_QUEUE_AGE, *BY_SERVICE, "class", how="max", class_="!=batch")
-QUEUE_DEPTH = NOW.gauge(metrics.ROUTER_QUEUE_DEPTH, *BY_SERVICE, class_="!=batch")
-QUEUE_GROWTH = NOW.over_time("deriv", metrics.ROUTER_QUEUE_DEPTH, *BY_SERVICE, class_="!=batch")
+QUEUE_AGE = NOW.gauge(metrics.ROUTER_QUEUE_AGE, *BY_SERVICE, "class", how="max", class_=NOT_BACKGROUND)
+QUEUE_DEPTH = NOW.gauge(metrics.ROUTER_QUEUE_DEPTH, *BY_SERVICE, class_=NOT_BACKGROUND)
+QUEUE_GROWTH = NOW.over_time("deriv", metrics.ROUTER_QUEUE_DEPTH, *BY_SERVICE, class_=NOT_BACKGROUND)
 REJECTED = NOW.rate(metrics.ROUTER_REJECTS, *BY_SERVICE, reason="=~full|late|waited|unready")
 
 CACHE_IGNORED = NOW.gauge(metrics.ROUTER_CACHE_IGNORED, *BY_SERVICE, "worker", how="max")

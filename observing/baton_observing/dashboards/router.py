@@ -253,8 +253,8 @@ OVERHEAD = Row(
         ),
         Panel(
             title="Rejected",
-            description="Rejected requests. requests, tokens, streams: a tenant's limit. full, late, waited: "
-            "overload. unready: no worker became ready in time.",
+            description="Rejected requests. full, late, waited: overload. unready: no worker became ready in "
+            "time. poison: the request has lost several workers. Others: a tenant's limit.",
             unit=REQUESTS_PER_SECOND,
             queries=(
                 Query(

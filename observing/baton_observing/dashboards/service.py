@@ -24,7 +24,7 @@ from baton_observing.dashboards.panels import (
     per_second,
     quantiles,
 )
-from baton_observing.promql import or_zero, ratio, ratios
+from baton_observing.promql import NOT_BACKGROUND, or_zero, ratio, ratios
 
 MATCHERS = "{" + ", ".join(SELECTED.matchers) + "}"
 REQUESTS = SELECTED.rate(metrics.ROUTER_REQUESTS, model="=~$model")
@@ -55,7 +55,7 @@ def _latency(
         title=title,
         description=description,
         unit=SECONDS,
-        queries=quantiles(SELECTED, metric, class_="!=batch"),
+        queries=quantiles(SELECTED, metric, class_=NOT_BACKGROUND),
         threshold=threshold,
         runbook=runbook,
     )
@@ -94,14 +94,14 @@ NOW = Row(
             "Time to first byte, p95",
             "Interactive streams. If it is red, see the first row of the dashboard Prefill and decode.",
             SECONDS,
-            SELECTED.quantile(0.95, metrics.ROUTER_FIRST_BYTE, class_="!=batch"),
+            SELECTED.quantile(0.95, metrics.ROUTER_FIRST_BYTE, class_=NOT_BACKGROUND),
             objectives.FIRST_BYTE_S,
         ),
         _stat(
             "Time per output token, p95",
             "Interactive streams. If it is red, decode workers are overloaded.",
             SECONDS,
-            SELECTED.quantile(0.95, metrics.ROUTER_OUTPUT_TOKEN, class_="!=batch"),
+            SELECTED.quantile(0.95, metrics.ROUTER_OUTPUT_TOKEN, class_=NOT_BACKGROUND),
             objectives.OUTPUT_TOKEN_S,
         ),
         _stat(
@@ -248,15 +248,18 @@ TRAFFIC = Row(
             unit=REQUESTS_PER_SECOND,
             queries=(
                 Query(
-                    SELECTED.rate(metrics.ROUTER_FIRST_BYTE, suffix="_count", class_="!=batch"), "all streams"
+                    SELECTED.rate(metrics.ROUTER_FIRST_BYTE, suffix="_count", class_=NOT_BACKGROUND),
+                    "all streams",
                 ),
                 Query(
-                    SELECTED.rate_below(metrics.ROUTER_FIRST_BYTE, objectives.FIRST_BYTE_S, class_="!=batch"),
+                    SELECTED.rate_below(
+                        metrics.ROUTER_FIRST_BYTE, objectives.FIRST_BYTE_S, class_=NOT_BACKGROUND
+                    ),
                     f"first byte within {objectives.FIRST_BYTE_S:g} s",
                 ),
                 Query(
                     SELECTED.rate_below(
-                        metrics.ROUTER_OUTPUT_TOKEN, objectives.OUTPUT_TOKEN_S, class_="!=batch"
+                        metrics.ROUTER_OUTPUT_TOKEN, objectives.OUTPUT_TOKEN_S, class_=NOT_BACKGROUND
                     ),
                     f"at most {objectives.OUTPUT_TOKEN_S:g} s per token",
                 ),

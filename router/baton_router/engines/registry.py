@@ -1,26 +1,26 @@
 """
 The engines, each by its `EngineSpec`, and finding out which one a worker has.
 
-An engine is found out by asking for what only it serves. The order matters: each engine precedes those that
-serve its paths too.
+An engine is found out by asking for what only it serves, in the order of `EngineKind`.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import msgspec
 
 from baton_api.engines import EngineKind
 from baton_http.http_client import Reply
-from baton_router.engines import baton, openai, sglang, trtllm, vllm
 from baton_router.engines.checks import OK, WorkerApi
 from baton_router.engines.engine_request import FAILED
 from baton_router.engines.spec import EngineSpec
 
 ENGINES: dict[EngineKind, EngineSpec] = {
-    spec.kind: spec for spec in (baton.SPEC, trtllm.SPEC, vllm.SPEC, sglang.SPEC, openai.SPEC)
+    kind: import_module(f"baton_router.engines.{kind}").SPEC for kind in EngineKind
 }
+"""By kind: the module of that name has it."""
 
 TARGETS = tuple(dict.fromkeys(target for spec in ENGINES.values() for target, _ in spec.signatures))
 

@@ -91,7 +91,7 @@ class WorkerHead:
         resumable: bool = False,
         tenant: str = "",
         salt: str = "",
-        batch: bool = False,
+        background: bool = False,
         trace: bytes = b"",
     ) -> None:
         """
@@ -107,7 +107,7 @@ class WorkerHead:
             b"".join([b"%b: %b\r\n" % header for header in forwarded(given, kept_back)]),
             trace,
         )
-        self._per_worker = control, credentials.line, resumable, tenant, salt, batch
+        self._per_worker = control, credentials.line, resumable, tenant, salt, background
         self._last = b"\r\n"
         if control and credentials.secret:
             issued = tickets.issue(credentials.secret, request_id.decode(), control, now)
@@ -121,7 +121,7 @@ class WorkerHead:
 
 @lru_cache(4096)
 def _fixed_headers(
-    host: str, control: str, key: bytes, resumable: bool, tenant: str, salt: str, batch: bool
+    host: str, control: str, key: bytes, resumable: bool, tenant: str, salt: str, background: bool
 ) -> bytes:
     """The headers that a worker gets with all requests of one kind."""
     lines = [b"host: %b\r\n" % host.encode(), key]
@@ -131,7 +131,7 @@ def _fixed_headers(
         lines.append(b"%b: %b\r\n" % (TENANT, tenant.encode()))
     if salt:
         lines.append(b"%b: %b\r\n" % (SALT, salt.encode()))
-    if batch:
+    if background:
         lines.append(BATCH_CLASS_LINE)
     if control:
         lines.append(b"%b: %b\r\n" % (PREFILL, control.encode()))

@@ -17,6 +17,7 @@ from baton_api import metrics, mutual_tls
 from baton_api.background import BackgroundTasks
 from baton_api.capacity import SharedCapacity
 from baton_api.errors import BatonError
+from baton_api.inference_paths import PROXIED_PATHS
 from baton_api.keys import HEALTH_PATHS
 from baton_api.metrics import BackgroundTask
 from baton_http.client_connection import ClientConnection, ClientDisconnected
@@ -27,7 +28,6 @@ from baton_http.replies import Receive, Scope, Send, request_id, send_error, sen
 from baton_router.frontends.remote_picker import RemotePicker
 from baton_router.metrics.registry import RouterMetrics, export_families
 from baton_router.proxy import responses
-from baton_router.proxy.forwarding import PROXIED_PATHS
 from baton_router.proxy.proxy import Proxy
 from baton_router.proxy.tracing import open_tracing
 from baton_router.scheduling.admission import QueueCapacity

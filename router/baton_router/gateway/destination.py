@@ -16,6 +16,7 @@ from baton_api import headers, tickets
 from baton_api.engines import EngineKind
 from baton_api.errors import NotReady
 from baton_api.keys import API_KEY, AUTHORIZATION
+from baton_api.request_classes import CLASSES
 from baton_http.replies import REQUEST_ID
 from baton_http.upstream import Headers
 from baton_router.engines.worker_head import PREFILL, SALT, TENANT, TICKET, WorkerCredentials
@@ -75,7 +76,7 @@ def worker_headers(
         fields.append((TENANT, request.tenant.turn.encode()))
     if request.tenant.salt:
         fields.append((SALT, request.tenant.salt.encode()))
-    if request.priority_class == headers.BATCH_CLASS:
+    if CLASSES[request.priority_class].background:
         fields.append((CLASS, headers.BATCH_CLASS.encode()))
     if request.target.partition(b"?")[0] == responses.PATH.encode():
         fields.append((responses.STATE, b"0"))  # the worker keeps no responses: another one may get the next

@@ -70,10 +70,6 @@ def _counter(metric: Metric) -> CounterMetricFamily:
     return CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
 
 
-REJECT_REASONS = ("requests", "tokens", "streams", "full", "late", "waited", "unready", "poison")
-"""Why requests are rejected: the first three are limits of their tenants."""
-
-
 class QueueMetrics(Collector):
     """Queued requests, their waiting times, and rejections."""
 
@@ -90,7 +86,7 @@ class QueueMetrics(Collector):
             age.add_metric([name], 0.0 if oldest is None else now - oldest)
         metric = metrics.ROUTER_REJECTS
         rejects = CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
-        for reason in REJECT_REASONS:
+        for reason in metric.foreseen:
             rejects.add_metric([reason], self._queue.rejects[reason])
         yield from (depth, age, rejects)
         metric = metrics.ROUTER_DEMAND

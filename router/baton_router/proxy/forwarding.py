@@ -1,37 +1,18 @@
 """
-What the proxy forwards: the paths, and the headers of a worker's response as the client gets them.
+The headers of a worker's response as the client gets them; bodies pass untouched.
 
-Bodies pass untouched. The head of a request for a worker is made by `baton_router.engines.worker_head`.
+The head of a request for a worker is made by `baton_router.engines.worker_head`.
 """
 
 from __future__ import annotations
 
-from baton_api import anthropic, headers
+from baton_api import headers
 from baton_api.prompt_report import PromptReport
-from baton_api.scoring_paths import RERANK_PATHS, SCORE_PATHS
 from baton_http.replies import REQUEST_ID
 from baton_http.request_heads import CONNECTION_HEADERS
 from baton_http.upstream import Headers
 from baton_router.engines.worker_head import forwarded
 from baton_router.requests.picker import Grant
-
-PROXIED_PATHS = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/embeddings",
-        "/v1/responses",
-        *anthropic.PATHS,
-        *RERANK_PATHS,
-        *SCORE_PATHS,
-        "/v1/tokenize",
-        "/v1/detokenize",
-        "/generate",
-        "/tokenize",
-        "/detokenize",
-    }
-)
-"""Paths whose POST goes to the worker that serves the body's `model`."""
 
 WORKER = headers.WORKER.encode()
 DECISION = headers.DECISION.encode()

@@ -14,10 +14,11 @@ import logging
 import random
 import time
 
-from baton_api import headers, logs
+from baton_api import logs
 from baton_api.engines import EngineKind
 from baton_api.errors import BatonError, InternalError, NotReady, PoisonRequest
 from baton_api.metrics import STALE
+from baton_api.request_classes import CLASSES
 from baton_http.client_connection import ClientConnection, ClientDisconnected
 from baton_http.http_client import UpstreamPool
 from baton_http.replies import Receive, Scope, Send, send_error
@@ -60,7 +61,7 @@ IDLE_STEPS = 50.0
 
 
 class Proxy:
-    """Serves the paths of `forwarding.PROXIED_PATHS`."""
+    """Serves the paths of `inference_paths.PROXIED_PATHS`."""
 
     def __init__(
         self,
@@ -204,7 +205,7 @@ class Proxy:
             resumable=ours and request.events is not None,
             tenant=request.tenant.turn if ours else "",
             salt=request.tenant.salt if ours else "",
-            batch=ours and request.priority_class == headers.BATCH_CLASS,
+            background=ours and CLASSES[request.priority_class].background,
             trace=b"" if context.trace is None else context.trace.lines,
         )
         driver = self._drivers[grant.engine]
@@ -226,9 +227,8 @@ class Proxy:
             affordable = attempt.status not in BUSY or self._budget.spend()
         elif lost.cause in CRASH_CAUSES:
             # A batch runner sends its lines again by its own rules, which find what kills workers.
-            runs_in_batch = pick_request.priority_class == headers.BATCH_CLASS
             failed = _failed_worker(attempt.grant, lost)
-            affordable = not runs_in_batch and self._budget.spend_after_crash(failed)
+            affordable = not pick_request.background and self._budget.spend_after_crash(failed)
         else:
             affordable = True
         if not affordable:

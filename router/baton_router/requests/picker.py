@@ -13,6 +13,7 @@ import msgspec
 
 from baton_api.engines import EngineKind
 from baton_api.prompt_report import PromptReport
+from baton_api.request_classes import CLASSES, DEFAULT_CLASS
 from baton_router.cache.prompt_chunks import PromptChunks
 from baton_router.requests.request_cost import ONE_ANSWER, RequestCost
 from baton_router.tenants.tenants import TenantLimits
@@ -74,8 +75,7 @@ class PickRequest(msgspec.Struct, frozen=True):
     """Names of workers that lost or rejected this request."""
     tenant: str = ""
     """Tenant id."""
-    priority_class: str = "default"
-    """Request class."""
+    priority_class: str = DEFAULT_CLASS
     limits: TenantLimits | None = None
     """Limits of the tenant; None if unlimited."""
     ttft_slo_s: float | None = None
@@ -97,6 +97,11 @@ class PickRequest(msgspec.Struct, frozen=True):
     """Whether to return the costs of the options."""
     direct: DirectRoute | None = None
     """Set if a gateway sends the request to the decode worker itself; None if the router sends it."""
+
+    @property
+    def background(self) -> bool:
+        """Whether no client waits for the answer."""
+        return CLASSES[self.priority_class].background
 
     @property
     def none_left(self) -> str:

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from baton_api.capacity import SharedCapacity
 from baton_api.errors import Overloaded
+from baton_api.request_classes import CLASSES
 
 MAX_FACTOR = 1.5
 """Maximum wait of an interactive request, in multiples of its objective. The `DeadlineFactor` begins here and
@@ -49,12 +50,12 @@ def wait_limits(
     """
     The limits of a request of the class `priority_class` with the objective `ttft_slo_s`, if it has one.
 
-    `interactive_s` is the default objective of interactive requests, `wait_s` the maximum wait without
+    `interactive_s` is the default objective of classes that have one, `wait_s` the maximum wait without
     objective.
     """
-    if priority_class == "batch":
+    if CLASSES[priority_class].background:
         return WaitLimits(math.inf, math.inf)
-    if priority_class == "interactive":
+    if CLASSES[priority_class].rejects_late:
         objective = interactive_s if ttft_slo_s is None else ttft_slo_s
         return WaitLimits(objective, MAX_FACTOR * objective)
     if ttft_slo_s is None:
@@ -68,11 +69,11 @@ def too_late(
     """
     Whether a request would be answered too late, so that it is better rejected at once.
 
-    `deadline_factor`: maximum ratio of prediction to objective for an interactive request. `blocks_free_s`:
-    the part of the prediction that no reordering of the queue can shorten, the time until any decode worker
-    has KV blocks.
+    `deadline_factor`: maximum ratio of prediction to objective, where late requests are rejected.
+    `blocks_free_s`: the part of the prediction that no reordering of the queue can shorten, the time until
+    any decode worker has KV blocks.
     """
-    if priority_class == "interactive":
+    if CLASSES[priority_class].rejects_late:
         return predicted_s > deadline_factor * on.ttft_slo_s
     return blocks_free_s > on.max_wait_s
 

@@ -14,13 +14,12 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from baton_api.errors import PoisonRequest
-from baton_api.headers import BATCH_CLASS
 
 LOSSES_LIMIT = 2
 """Workers that one request may lose."""
 
-BATCH_LOSSES_LIMIT = 8
-"""The same for the class batch."""
+BACKGROUND_LOSSES_LIMIT = 8
+"""The same for a class of the background."""
 
 REMEMBERED_S = 600.0
 """Seconds after its last loss for which a request is remembered."""
@@ -56,7 +55,7 @@ class CrashHistory:
         self._expire(now)
         losses = self._lost.setdefault(key, _WorkerLosses(now))
         losses.last = now
-        if len(losses.workers) < BATCH_LOSSES_LIMIT:
+        if len(losses.workers) < BACKGROUND_LOSSES_LIMIT:
             losses.workers.add((worker, epoch))
         self._lost.move_to_end(key)
         while len(self._lost) > REMEMBERED_LIMIT:
@@ -66,15 +65,13 @@ class CrashHistory:
         """A worker gave the whole answer: the request is not what kills workers."""
         self._lost.pop(key, None)
 
-    def check(self, key: Key, priority_class: str, now: float) -> None:
-        """Raise PoisonRequest if a request of the class `priority_class` has lost as many workers as it
-        may.
-        """
+    def check(self, key: Key, now: float, *, background: bool) -> None:
+        """Raise PoisonRequest if a request has lost as many workers as it may. `background`: of its class."""
         if not self._lost:
             return
         self._expire(now)
         losses = self._lost.get(key)
-        limit = BATCH_LOSSES_LIMIT if priority_class == BATCH_CLASS else LOSSES_LIMIT
+        limit = BACKGROUND_LOSSES_LIMIT if background else LOSSES_LIMIT
         if losses is not None and len(losses.workers) >= limit:
             raise PoisonRequest(len(losses.workers))
 

@@ -3,7 +3,7 @@ The order of queued requests: classes first, then tenants by fair share, then th
 
 Classes are strict: a lower class is offered what higher classes cannot use. While a request of a class has
 waited for 30 seconds, every fourth turn goes to that class; its tenants still share fairly, so flooding gains
-nothing. The lowest class, batch, goes only while nothing else waits, and cannot starve.
+nothing. A class of the background, such as batch, goes only while nothing else waits, and cannot starve.
 
 An entry leaves exactly once: it is taken, discarded, or times out.
 """
@@ -13,17 +13,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator
 
+from baton_api.request_classes import CLASSES
 from baton_router.scheduling.fair_share import QUANTUM, DeficitRoundRobin
 from baton_router.scheduling.tenant_queue import QueueEntry, SortedList, TenantQueue
-from baton_router.tenants.tenants import CLASSES
 
 LEVELS: dict[str, int] = {name: level for level, name in enumerate(CLASSES)}
-LOWEST = LEVELS["batch"]
-INTERACTIVE = LEVELS["interactive"]
-"""The lowest class whose clients wait interactively."""
+_ROWS = tuple(CLASSES.values())
+_FOREGROUND = sum(not one.background for one in _ROWS)
+"""Levels below this one are of classes whose clients wait."""
 
 STARVED_S = 30.0
-"""Wait in seconds after which a class starves, and an interactive request."""
+"""Wait in seconds after which a class starves, and a request for which a person waits."""
 
 MAX_WAIT_SHARE = 0.8
 """Share of its maximum wait after which a request of another class starves. Earlier promotion turns an
@@ -140,8 +140,8 @@ class PriorityQueue:
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of all requests, except those of the lowest class, which wait for the others."""
-        return sum(queue.seconds for one in self._classes[:LOWEST] for queue in one.queues.values())
+        """Predicted seconds of all requests, except those of the background, which wait for the others."""
+        return sum(queue.seconds for one in self._classes[:_FOREGROUND] for queue in one.queues.values())
 
     def seconds_before(self, entry: QueueEntry) -> float:
         """
@@ -162,7 +162,7 @@ class PriorityQueue:
     def _order(self, now: float) -> list[int]:
         """The classes that may go now, in order."""
         order = [level for level, one in enumerate(self._classes) if one.count]
-        if len(order) > 1 and order[-1] == LOWEST:
+        while len(order) > 1 and _ROWS[order[-1]].background:
             order.pop()
         if self._strict_turns >= STRICT_TURNS and len(order) > 1:
             order.sort(key=lambda level: not self._starves(level, now))
@@ -170,12 +170,12 @@ class PriorityQueue:
 
     def _starves(self, level: int, now: float) -> bool:
         oldest = self.oldest(level)
-        return level != LOWEST and oldest is not None and now >= oldest + STARVED_S
+        return level < _FOREGROUND and oldest is not None and now >= oldest + STARVED_S
 
     def _set_alarm(self, entry: QueueEntry) -> None:
         alarm = entry.arrived + entry.max_wait_s
-        if entry.level != LOWEST and not entry.starved:
-            share = 0.0 if entry.level <= INTERACTIVE else MAX_WAIT_SHARE
+        if entry.level < _FOREGROUND and not entry.starved:
+            share = 0.0 if _ROWS[entry.level].waits_seconds else MAX_WAIT_SHARE
             alarm = min(alarm, entry.arrived + max(STARVED_S, share * entry.max_wait_s))
         self._alarms_by_entry[entry] = alarm
         self._alarms.add(alarm, entry.number, entry)

@@ -18,16 +18,23 @@ from heapq import heappop, heappush
 from typing import cast
 
 from baton_api.errors import BatonError, NotInTime, NotReady, Overloaded
+from baton_api.request_classes import CLASSES
 from baton_router.requests.picker import PickRequest
-from baton_router.scheduling.admission import QueueCapacity, WaitLimits, too_late, wait_limits
+from baton_router.scheduling.admission import (
+    DeadlineFactor,
+    QueueCapacity,
+    WaitBias,
+    WaitLimits,
+    too_late,
+    wait_limits,
+)
 from baton_router.scheduling.placement import Placement
 from baton_router.scheduling.placement_planner import PlacementPlanner
-from baton_router.scheduling.priority_queue import LEVELS
+from baton_router.scheduling.priority_queue import LEVELS, PriorityQueue
 from baton_router.scheduling.queued_request import (
     NEARLY_DONE_S,
     QueuedRequest,
     QueueWakeup,
-    RequestPool,
     has_capacity,
     has_spare_blocks,
     prompt_tokens,
@@ -43,8 +50,17 @@ LEAST_TICK_S = 0.005
 ENTRY_BYTES = 2048
 """Memory of a queued request besides its body."""
 
-INTERACTIVE = "interactive"
-BATCH = "batch"
+
+class RequestPool:
+    """Requests that wait for the same workers."""
+
+    __slots__ = ("deadline_factor", "entries", "wait_bias", "wakeup")
+
+    def __init__(self) -> None:
+        self.entries = PriorityQueue()
+        self.wakeup = QueueWakeup()
+        self.wait_bias = WaitBias()
+        self.deadline_factor = DeadlineFactor()
 
 
 class Queue:
@@ -354,7 +370,7 @@ class Queue:
         """Record a wait. Timeouts count too; without them, waits would look shorter."""
         if entry.predicted_s > NEARLY_DONE_S:
             pool.wait_bias.learn(entry.predicted_s, now - entry.arrived)
-        if entry.request.priority_class == INTERACTIVE:
+        if CLASSES[entry.request.priority_class].rejects_late:
             pool.deadline_factor.waited(in_vain=in_vain)
 
     def _give_up(self, entry: QueuedRequest, pool: RequestPool, now: float) -> None:
@@ -385,4 +401,4 @@ class Queue:
             return False
         if request.retried and placement.pair.decode.health.full_until > now:
             return False  # it rejected the request a moment ago
-        return request.priority_class != BATCH or has_spare_blocks(placement.decode_state)
+        return not request.background or has_spare_blocks(placement.decode_state)

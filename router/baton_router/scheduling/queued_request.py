@@ -15,9 +15,7 @@ from dataclasses import dataclass
 
 from baton_router.cache.prompt_chunks import BYTES_PER_TOKEN
 from baton_router.requests.picker import PickRequest
-from baton_router.scheduling.admission import DeadlineFactor, WaitBias
 from baton_router.scheduling.placement import Placement
-from baton_router.scheduling.priority_queue import PriorityQueue
 from baton_router.scheduling.tenant_queue import QueueEntry
 from baton_router.workers.worker_state import WorkerState
 
@@ -118,18 +116,6 @@ class QueuedRequest(QueueEntry):
             wakeup.add_unplanned()
         else:
             wakeup.add(self.plan.prefill_state, self.plan.uncached, self.replan_at)
-
-
-class RequestPool:
-    """Requests that wait for the same workers."""
-
-    __slots__ = ("deadline_factor", "entries", "wait_bias", "wakeup")
-
-    def __init__(self) -> None:
-        self.entries = PriorityQueue()
-        self.wakeup = QueueWakeup()
-        self.wait_bias = WaitBias()
-        self.deadline_factor = DeadlineFactor()
 
 
 def prompt_tokens(request: PickRequest, plan: Placement | None) -> int:

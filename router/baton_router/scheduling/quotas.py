@@ -75,7 +75,7 @@ class Quotas:
             quota.reopen(tokens, choices, now)
         elif refusal := quota.admit(tokens, choices, now):
             self._rejects[refusal.limit] += 1
-            raise RateLimited(refusal.limit, refusal.most, math.ceil(refusal.wait_s))
+            raise RateLimited(refusal.most, refusal.unit, math.ceil(refusal.wait_s))
         return QuotaReservation(quota, tokens, choices, not request.retried)
 
 
@@ -114,8 +114,10 @@ class QuotaRejection:
     """The limit that a request exceeds."""
 
     limit: str
-    """`requests`, `tokens` or `streams`."""
+    """The reason in `metrics.ROUTER_REJECTS`."""
     most: int
+    unit: str
+    """Of `most`."""
     wait_s: float
     """Seconds until it would be admitted without competition; a guess for streams."""
 
@@ -140,11 +142,11 @@ class TenantQuota:
         """Take one request, or return the exceeded limit and take nothing."""
         limits = self.limits
         if limits.streams is not None and self.open and self.open + choices > limits.streams:
-            return QuotaRejection("streams", limits.streams, STREAM_WAIT_S)
+            return QuotaRejection("streams", limits.streams, "requests at once", STREAM_WAIT_S)
         if self._requests is not None and (wait := self._requests.wait_s(1, now)):
-            return QuotaRejection("requests", int(self._requests.size), wait)
+            return QuotaRejection("requests", int(self._requests.size), "requests per minute", wait)
         if self._tokens is not None and (wait := self._tokens.wait_s(tokens, now)):
-            return QuotaRejection("tokens", int(self._tokens.size), wait)
+            return QuotaRejection("tokens", int(self._tokens.size), "tokens per minute", wait)
         if self._requests is not None:
             self._requests.take(1, now)
         self.reopen(tokens, choices, now)

@@ -25,7 +25,7 @@ from baton_router.scheduling.outcome_attribution import OutcomeAttribution
 from baton_router.scheduling.placement import Placement
 from baton_router.scheduling.placement_planner import PlacementPlanner
 from baton_router.scheduling.policies import POLICIES
-from baton_router.scheduling.queue import BATCH, Queue
+from baton_router.scheduling.queue import Queue
 from baton_router.scheduling.quotas import QuotaReservation, Quotas
 from baton_router.scheduling.revision_weights import RevisionWeights
 from baton_router.settings import RouterSettings
@@ -56,7 +56,7 @@ class RequestScheduler:
         self._clock = clock
         self.background = BackgroundTasks()
         self.wanted_at = -math.inf
-        """Time of the last request of a class other than batch."""
+        """Time of the last request that is not of the background."""
         self.workers = workers = Workers()
         weights = RevisionWeights(settings.revision_weight, settings.revision_weights_file)
         measured = [profiles.read(one) for one in settings.profile]
@@ -101,7 +101,7 @@ class RequestScheduler:
 
     async def pick(self, request: PickRequest) -> Grant:
         now = self._clock()
-        if request.priority_class != BATCH:
+        if not request.background:
             self.wanted_at = now
         self._check_poison(request, now)
         reserved = self._quotas.reserve(request, now) if request.limits is not None else None
@@ -194,7 +194,7 @@ class RequestScheduler:
         if request.resumed:
             return
         try:
-            self._crashes.check((request.tenant, request.digest), request.priority_class, now)
+            self._crashes.check((request.tenant, request.digest), now, background=request.background)
         except PoisonRequest:
             self.queue.rejects["poison"] += 1
             raise

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from baton_api import installing, runner_tokens
 from baton_api.errors import BatonError, Forbidden, ModelNotFound, NotReady, SetupError, Unauthorized
+from baton_api.headers import BATCH_CLASS
+from baton_api.inference_paths import PROXIED_PATHS
 from baton_api.keys import AUTHORIZATION, HEALTH_PATHS, Keys, bearer, with_authorization
-from baton_api.scoring_paths import RERANK_PATHS, SCORE_PATHS
 from baton_batches.runner_credentials import RunnerSecret
 from baton_http.replies import Scope
 from baton_router.settings import RouterSettings
@@ -44,8 +45,7 @@ TENANT = "baton.tenant"
 
 FOR_TENANTS = frozenset(
     {
-        "/generate", "/tokenize", "/detokenize",
-        *RERANK_PATHS, *SCORE_PATHS,
+        *PROXIED_PATHS,
         "/version", "/openapi.json", "/model_info", "/get_model_info",
         "/dashboard/state", "/dashboard/events",
     }
@@ -207,8 +207,8 @@ def batch_models(tenant: Tenant) -> frozenset[str] | None:
 
     Raises Forbidden for a tenant, or a token, without the class batch.
     """
-    if BATCH not in tenant.classes:
-        raise Forbidden(f"create batches: their requests are of the class {BATCH}", tenant.name)
+    if BATCH_CLASS not in tenant.classes:
+        raise Forbidden(f"create batches: their requests are of the class {BATCH_CLASS}", tenant.name)
     return tenant.models
 
 
@@ -223,9 +223,6 @@ RUNNER_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embedd
 
 OWNER = "baton.owner"
 """Key of a scope: the owner of the batch to which a request belongs."""
-
-BATCH = "batch"
-"""The class of all requests of runners."""
 
 RUNNER_AUTHORIZATION = b"Bearer " + runner_tokens.PREFIX.encode()
 """Prefix of the header that only batch runners send."""
@@ -265,7 +262,12 @@ class RunnerAuthenticator:
         if tenant is None:
             raise NotReady(f"The owner of {token.batch} is no longer let in: the batch is stopped soon.")
         tenant = tenant.narrowed(token.models, None)
-        return replace(tenant, classes=frozenset({BATCH}), default_class=BATCH, limits=DEFAULT_TENANT.limits)
+        return replace(
+            tenant,
+            classes=frozenset({BATCH_CLASS}),
+            default_class=BATCH_CLASS,
+            limits=DEFAULT_TENANT.limits,
+        )
 
 
 def owner_name(owner: bytes) -> tuple[str, str]:

@@ -27,17 +27,15 @@ from xxhash import xxh3_64_intdigest as digest
 
 from baton_api.errors import SetupError
 from baton_api.keys import NAME, KeyDigest, Pepper
+from baton_api.request_classes import CLASSES, DEFAULT_CLASS
 from baton_api.watched import WatchedFile
 
 log = logging.getLogger(__name__)
 
-ClassName = Literal["critical", "interactive", "default", "batch"]
+ClassName = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(CLASSES)})$")]
 
-CLASSES: tuple[ClassName, ...] = ("critical", "interactive", "default", "batch")
-"""Of requests, the most urgent first."""
-
-OPEN_CLASSES: frozenset[str] = frozenset(CLASSES[1:])
-"""Classes of tenants without a list of classes: `critical` must be allowed explicitly."""
+OPEN_CLASSES: frozenset[str] = frozenset(name for name, one in CLASSES.items() if one.open)
+"""Classes of tenants without a list of classes: others must be allowed explicitly."""
 
 FILE_LIMIT = 4 * 1024 * 1024
 """Bytes of a file of tenants."""
@@ -71,7 +69,7 @@ class Tenant:
     models: frozenset[str] | None = None
     """Names of the models that it may use; None: all."""
     classes: frozenset[str] = frozenset(CLASSES)
-    default_class: str = "default"
+    default_class: str = DEFAULT_CLASS
     """Class of requests without the header."""
     limits: TenantLimits = TenantLimits()
     admin: bool = True
@@ -242,7 +240,7 @@ def _tenant(place: str, entry: TenantEntry, secret: bytes) -> Tenant:
         salt=cache_salt(secret, entry.name, entry.cache),
         models=None if entry.models is None else frozenset(entry.models),
         classes=classes,
-        default_class=entry.default_class or _default_class(classes, "default"),
+        default_class=entry.default_class or _default_class(classes, DEFAULT_CLASS),
         limits=TenantLimits(**limits),
         admin=entry.admin,
     )

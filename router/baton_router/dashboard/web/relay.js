@@ -11,7 +11,6 @@ const LIT_MS = 1600; // a link, where nothing is to move
 const LETTER = 7; // pixels, about
 const MOST_MOVING = 120;
 
-const CLASSES = ["critical", "interactive", "default", "batch"];
 const STATES = { ready: "ready", starting: "starting", not_ready: "not ready", half_open: "half open" };
 
 export class Relay {
@@ -131,8 +130,7 @@ function router({ x, y, width, height }, service) {
     svg("text", { x: x + 14, y: y + 24, class: "title" }, "Router"),
   ];
   if (service.waiting) {
-    for (const [index, name] of CLASSES.entries()) {
-      const waiting = service.waiting.find((one) => one.class === name)?.count ?? 0;
+    for (const [index, { class: name, count: waiting }] of service.waiting.entries()) {
       const line = y + 48 + index * 21;
       parts.push(
         svg("text", { x: x + 14, y: line, class: waiting ? "small busy" : "small" }, name),

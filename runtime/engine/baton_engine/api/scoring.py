@@ -18,7 +18,7 @@ import numpy as np
 
 from baton_api import limits
 from baton_api.errors import INVALID_VALUE, InvalidRequest
-from baton_api.scoring_paths import RERANK_PATHS, SCORE_PATHS
+from baton_api.inference_paths import RERANK_PATHS, SCORE_PATHS
 from baton_engine.api import parameters
 from baton_engine.api.embeddings import check_length
 from baton_engine.api.fields import Fields, wrong_type
