@@ -24,5 +24,14 @@ class EngineKind(enum.StrEnum):
     """Any other server with OpenAI's API. It is never part of a pair."""
 
 
+TYPES: dict[EngineKind, str] = {
+    EngineKind.BATON: "Baton",
+    EngineKind.VLLM: "vLLM",
+    EngineKind.SGLANG: "SGLang",
+    EngineKind.TRTLLM: "TensorRT-LLM",
+    EngineKind.OPENAI: "Custom",
+}
+"""`spec.engine.type` of an InferenceService."""
+
 TRTLLM_OWNER = "tensorrt_llm"
 """`owned_by` of TensorRT-LLM's models, by which it is told from vLLM."""

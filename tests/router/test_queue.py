@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from baton_api import headers
+from baton_api import headers, metrics
 from baton_api.errors import BatonError, ModelNotFound, NotInTime, NotReady, Overloaded
 from baton_api.prompt_report import PromptReport
 from baton_api.workers import Load, Role
@@ -498,13 +498,13 @@ async def test_held_request_waits_for_the_first_worker_to_start() -> None:
     async with cluster_of(0, 0, hold_s=120.0, recovery_s=5.0) as cluster:
         held = [await cluster.send(kind, SHORT, priority_class=kind) for kind in ("interactive", "default")]
         await cluster.pass_time(100.0)
-        assert (cluster.queue.held, cluster.placed) == (2, [])
-        assert cluster.queue.queued_tokens == 2 * SHORT // 4
+        assert (cluster.queue.gauges()[metrics.ROUTER_HELD], cluster.placed) == (2, [])
+        assert cluster.queue.gauges()[metrics.ROUTER_QUEUED_TOKENS] == 2 * SHORT // 4
         assert cluster.queue.demand["prompt"] == 2 * SHORT // 4
         cluster.workers.add(cluster.worker(Role.DECODE, 8100))
         await cluster.pass_time(0.1)
         assert cluster.placed == ["interactive", "default"]
-        assert cluster.queue.held == 0
+        assert cluster.queue.gauges()[metrics.ROUTER_HELD] == 0
         assert all(one.done() for one in held)
 
 
@@ -524,7 +524,7 @@ async def test_request_for_an_unlisted_model_is_not_held() -> None:
         cluster.workers.hold_models = ("tiny",)
         unknown = await cluster.send("unknown", model="other")
         assert isinstance(unknown.exception(), ModelNotFound)
-        assert cluster.queue.held == 0
+        assert cluster.queue.gauges()[metrics.ROUTER_HELD] == 0
         assert cluster.workers.models() == ("tiny",)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from baton_api.engines import TYPES
 from baton_operator.kinds.part import Anything, Duration, LabelKey, Part, Quantity, Rule, between, rules
 
 Argument = Annotated[str, Field(max_length=4096)]
@@ -41,7 +42,10 @@ class Lora(Part):
     """Maximum rank of an adapter. In vLLM, a larger value takes more accelerator memory."""
 
 
-EngineType = Literal["Baton", "vLLM", "SGLang", "TensorRT-LLM", "Custom"]
+if TYPE_CHECKING:
+    EngineType = str
+else:
+    EngineType = Literal[tuple(TYPES.values())]
 
 
 @rules(

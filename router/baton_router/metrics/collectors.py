@@ -94,10 +94,7 @@ class QueueMetrics(Collector):
         for kind in metric.foreseen:
             demand.add_metric([kind], self._queue.demand[kind])
         yield demand
-        for one, value in (
-            (metrics.ROUTER_HELD, self._queue.held),
-            (metrics.ROUTER_QUEUED_TOKENS, self._queue.queued_tokens),
-        ):
+        for one, value in self._queue.gauges().items():
             family = _gauge(one)
             family.add_metric([], value)
             yield family

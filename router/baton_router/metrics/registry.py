@@ -33,11 +33,8 @@ class RouterMetrics:
         self.counters = RequestCounters()
         """Of whole requests."""
         self.lag = LoopLag()
-        self.cut = self._counter(metrics.ROUTER_CUT)
-        self.resumes = self._counter(metrics.ROUTER_RESUMES)
-        self.retries = self._counter(metrics.ROUTER_RETRIES)
-        self.response_store_errors = self._counter(metrics.ROUTER_RESPONSE_STORE_ERRORS)
-        self.scheduler_unavailable = self._counter(metrics.ROUTER_SCHEDULER_UNAVAILABLE)
+        self.response_store_errors = self.counter(metrics.ROUTER_RESPONSE_STORE_ERRORS)
+        self.scheduler_unavailable = self.counter(metrics.ROUTER_SCHEDULER_UNAVAILABLE)
         self.in_flight = 0
         """Requests that are being served."""
         self.overhead = LabeledHistogram(metrics.ROUTER_OVERHEAD)
@@ -55,7 +52,8 @@ class RouterMetrics:
         """Export the result of `value` at each scrape."""
         Gauge(*_text(metric), registry=self.registry).set_function(value)
 
-    def _counter(self, metric: Metric) -> Counter:
+    def counter(self, metric: Metric) -> Counter:
+        """Export a counter, which its owner increments: once for each metric."""
         counter = Counter(*_text(metric), metric.labels, registry=self.registry)
         for value in metric.foreseen:
             counter.labels(value)

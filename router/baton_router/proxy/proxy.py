@@ -17,7 +17,7 @@ import time
 from baton_api import logs
 from baton_api.engines import EngineKind
 from baton_api.errors import BatonError, InternalError, NotReady, PoisonRequest
-from baton_api.metrics import STALE
+from baton_api.metrics import ROUTER_CUT, ROUTER_RESUMES, ROUTER_RETRIES, STALE
 from baton_api.request_classes import CLASSES
 from baton_http.client_connection import ClientConnection, ClientDisconnected
 from baton_http.http_client import UpstreamPool
@@ -75,6 +75,9 @@ class Proxy:
         self._picker = picker
         self._upstreams = upstreams
         self._metrics = metrics
+        self._retries = metrics.counter(ROUTER_RETRIES)
+        self._resumes = metrics.counter(ROUTER_RESUMES)
+        self._cut = metrics.counter(ROUTER_CUT)
         self._tracing = tracing
         self._credentials = WorkerCredentials.of(settings)
         rng = random.Random()
@@ -137,7 +140,7 @@ class Proxy:
                 lost = error
             else:
                 if attempt.exchange is not None and attempt.exchange.resent:
-                    self._metrics.retries.labels(STALE).inc()
+                    self._retries.labels(STALE).inc()
                 if attempt.accepted:
                     return attempt, opening
             attempts += 1
@@ -155,7 +158,7 @@ class Proxy:
                 cause = lost.cause if lost else "refused"
                 if context.trace is not None:
                     context.trace.note("retry", cause=cause, worker=grant.decode)
-                self._metrics.retries.labels(cause).inc()
+                self._retries.labels(cause).inc()
             elif lost is not None:
                 raise self._final(context, lost)
             else:
@@ -319,7 +322,7 @@ class Proxy:
             context.attempt = attempt
             if context.trace is not None:
                 context.trace.resumed(grant.decode, state.passed)
-            self._metrics.resumes.labels("resumed").inc()
+            self._resumes.labels("resumed").inc()
             log.warning(
                 "The answer to request %s continues at %s after %d tokens, because %s",
                 context.id.decode(),
@@ -328,7 +331,7 @@ class Proxy:
                 lost,
             )
             return attempt, RESUMED_COMMENT + opening
-        self._metrics.resumes.labels("failed").inc()
+        self._resumes.labels("failed").inc()
         raise self._final(context, lost)
 
     def _lost(self, context: RequestContext, attempt: EngineRequest, lost: UpstreamLost) -> None:
@@ -360,7 +363,7 @@ class Proxy:
             await send_error(context.send, shown, context.id, close=close, path=context.path)
             return
         cause = error.cause if isinstance(error, UpstreamLost) else "router"
-        self._metrics.cut.labels(cause).inc()
+        self._cut.labels(cause).inc()
         log.warning("The response to request %s was cut: %s (%s)", context.id.decode(), error, cause)
         events = context.attempt.events if context.attempt else None
         await client.cut(events.error(error_for(error, tenant)) if events else b"")

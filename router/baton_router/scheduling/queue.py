@@ -17,7 +17,9 @@ from collections.abc import Callable, Hashable, Iterator
 from heapq import heappop, heappush
 from typing import cast
 
+from baton_api import metrics
 from baton_api.errors import BatonError, NotInTime, NotReady, Overloaded
+from baton_api.metrics import Metric
 from baton_api.request_classes import CLASSES
 from baton_router.requests.picker import PickRequest
 from baton_router.scheduling.admission import (
@@ -98,15 +100,13 @@ class Queue:
         oldest = (pool.entries.oldest(level) for pool in self._pools.values())
         return min((arrived for arrived in oldest if arrived is not None), default=None)
 
-    @property
-    def held(self) -> int:
-        """Queued requests that no worker could serve at the last check."""
-        return sum(entry.plan is None for entry in self._entries())
-
-    @property
-    def queued_tokens(self) -> int:
-        """Uncached prompt tokens of queued requests."""
-        return sum(entry.prompt_tokens for entry in self._entries())
+    def gauges(self) -> dict[Metric, float]:
+        """What is measured of the queue at a scrape, besides its classes."""
+        entries = list(self._entries())
+        return {
+            metrics.ROUTER_HELD: sum(entry.plan is None for entry in entries),
+            metrics.ROUTER_QUEUED_TOKENS: sum(entry.prompt_tokens for entry in entries),
+        }
 
     def _entries(self) -> Iterator[QueuedRequest]:
         for pool in self._pools.values():

@@ -7,18 +7,17 @@ that engines have in common: model files, resources, placement and security.
 
 from __future__ import annotations
 
+from importlib import import_module
+
+from baton_api.engines import TYPES
 from baton_operator.kinds.engine import EngineType
-from baton_operator.manifests.engines import baton, custom, sglang, trtllm, vllm
 from baton_operator.manifests.engines.container import EngineContainer, WorkerPod
 from baton_operator.manifests.engines.spec import EngineSpec
 
 ENGINES: dict[EngineType, EngineSpec] = {
-    "Baton": baton.SPEC,
-    "vLLM": vllm.SPEC,
-    "SGLang": sglang.SPEC,
-    "TensorRT-LLM": trtllm.SPEC,
-    "Custom": custom.SPEC,
+    type: import_module(f"baton_operator.manifests.engines.{kind}").SPEC for kind, type in TYPES.items()
 }
+"""By type: the module of its kind has it."""
 
 
 def container(worker: WorkerPod) -> EngineContainer:
