@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from baton_api.errors import (
     ContextTooLong,
@@ -20,12 +21,20 @@ from baton_api.errors import (
     Overloaded,
     PromptTooLarge,
 )
-from baton_engine import forward_pass
+from baton_engine.batch import Batch
 from baton_engine.failures import FAILURES_LIMIT
+from baton_engine.forward_pass import schedule
+from baton_engine.kv.block_pool import BlockPool
+from baton_engine.kv.cache import KVCache
+from baton_engine.model.decoder import Model
+from baton_engine.pass_pipeline import PassPipeline
 from baton_engine.requests import FinishReason, Request
 from baton_engine.sampling.token_masks import MaskFiller
+from baton_engine.scheduling.limits import EngineLimits
+from baton_engine.scheduling.scheduler import Scheduler
 from baton_engine.scheduling.sequence import Sequence
 from tests.engine.fake_model import FakeModel, make_cache
+from tests.engine.fake_streams import FakeCuda, on_device
 from tests.engine.serving import TIMEOUT_S, Serving, prompt_of, request_of
 from tests.engine.test_interruption import until
 
@@ -288,8 +297,9 @@ def test_engine_failed_passes_in_a_row_are_fatal() -> None:
 def test_passes_time_includes_work_the_device_has_queued() -> None:
     """An accelerator's forward returns at once; the pass has ended when the device has."""
     model, cache, now = FakeModel(), make_cache(8), 0.0
-    sequence = Sequence(request_of("a"), cache.block_size, 3)
-    sequence.grow([1, 2, 3])
+    scheduler = Scheduler(BlockPool(8), EngineLimits(max_model_len=16), cache.block_size)
+    scheduler.add(Sequence(request_of("a"), cache.block_size, 3))
+    plan = scheduler.plan()
 
     def synchronize() -> None:
         nonlocal now
@@ -297,16 +307,33 @@ def test_passes_time_includes_work_the_device_has_queued() -> None:
         now += 2.0
 
     masks = MaskFiller(model.spec.vocab)
+    pipeline = PassPipeline(model, cache, scheduler, masks, lambda: now, synchronize, depth=0)
     with torch.inference_mode(), contextlib.closing(masks):
-        result = forward_pass.run(
-            model,
-            cache,
-            [forward_pass.schedule(sequence, 10)],
-            mask_filler=masks,
-            clock=lambda: now,
-            synchronize=synchronize,
-        )
-    assert result.seconds == 2.0
+        launched = pipeline.launch(plan, [schedule(*plan.prefills[0])], started=0.0)
+        assert pipeline.read(launched).seconds == 2.0
+
+
+def test_overlapping_passes_time_includes_work_the_device_has_queued() -> None:
+    cuda, now = FakeCuda(), 0.0
+
+    class Slow(FakeModel):
+        def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+            cuda.default.queued.append(compute)
+            return super().forward(batch, cache)
+
+    def compute() -> None:
+        nonlocal now
+        now += 2.0
+
+    def wrap(model: Model, cache: KVCache) -> Model:
+        on_device(cache, cuda)
+        return model
+
+    with Serving(model=Slow(), wrap=wrap, clock=lambda: now, overlap=True) as serving:
+        serving.run(request_of("a", max_tokens=3))
+        snapshot = serving.engine.snapshot()
+    assert (snapshot.forward_times.count, snapshot.forward_times.total_s) == (3, 6.0)
+    assert snapshot.step_times.total_s == 6.0
 
 
 def test_engine_failed_pass_publishes_no_block() -> None:

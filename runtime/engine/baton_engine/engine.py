@@ -1,11 +1,12 @@
 """
 The engine: one compute thread that generates tokens for requests, step by step.
 
-A step runs the commands of other threads, plans, computes one forward pass, samples, and reports outputs.
+A step runs the commands of other threads, plans and launches a forward pass, reads its results, applies them,
+and reports outputs. If passes overlap, one stays in flight between two steps: a step then launches the next
+pass, and reads the last one while the device computes (`pass_pipeline`).
+
 Other threads only append commands and wake the thread, so the engine's state needs no lock. Without work the
 thread sleeps until a command arrives.
-
-Forward pass and sampling are separate calls, so that token masks can be filled while the model computes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from baton_engine import forward_pass
 from baton_engine.batch import PassInterrupted
 from baton_engine.devices import release_memory
 from baton_engine.failures import EngineFailed, PassFailures
-from baton_engine.forward_pass import PassResult, ScheduledChunk
+from baton_engine.forward_pass import ScheduledChunk
 from baton_engine.interruption import PassInterruption
 from baton_engine.kv.block_pool import BlockPool
 from baton_engine.kv.cache import KVCache
@@ -36,17 +37,18 @@ from baton_engine.lifecycle import Lifecycle, log_fields
 from baton_engine.metrics.counters import EngineCounters, EngineSnapshot
 from baton_engine.metrics.step_log import BatchLog
 from baton_engine.model.decoder import Model
-from baton_engine.overlap import LaunchedPass, Overlap
+from baton_engine.pass_pipeline import LaunchedPass, PassPipeline
 from baton_engine.pass_results import PassResults
 from baton_engine.requests import Fetch, FetchResult, FinishReason, LentBlocks, Output, Request
 from baton_engine.sampling.token_masks import MaskFiller
 from baton_engine.scheduling import limits as admission
 from baton_engine.scheduling.commands import Command, CommandQueue
 from baton_engine.scheduling.limits import EngineLimits
-from baton_engine.scheduling.scheduler import Scheduler
+from baton_engine.scheduling.scheduler import Scheduler, StepPlan
 from baton_engine.scheduling.sequence import Sequence, Stage
 from baton_engine.speculation.draft_model import DraftModel
 from baton_engine.speculation.speculator import Speculator
+from baton_engine.streams import finish
 from baton_engine.tiers.tier import Tier, TierPrefix, Tiers
 
 __all__ = ["Engine", "EngineLimits"]
@@ -102,11 +104,16 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
         self._interruption = PassInterruption(model)
         self._mask_filler = MaskFiller(model.spec.vocab)
-        self._synchronize = forward_pass.synchronizer(cache.kv.device)
         self._results = PassResults(self._scheduler, self._lifecycle, cache, clock)
-        self._overlap = None
-        if limits.overlap and draft is None:  # a draft model needs the last tokens before each pass
-            self._overlap = Overlap(model, cache, self._scheduler, self._mask_filler, clock)
+        depth = int(limits.overlap and draft is None)  # a draft model needs the last tokens before each pass
+        synchronize = partial(finish, cache.kv.device)
+        self._pipeline = PassPipeline(
+            model, cache, self._scheduler, self._mask_filler, clock, synchronize, depth
+        )
+        self._in_flight: LaunchedPass | None = None
+        """The pass that the next step reads; always None with a depth of 0."""
+        self._finished_at = 0.0
+        """Time at which the results of the last pass were applied."""
         release = partial(release_memory, cache.kv.device)
         self._failures = PassFailures(self._scheduler, self._lifecycle, self._counters, release)
         self._log = BatchLog(clock)
@@ -250,11 +257,22 @@ class Engine:
 
     def _step(self) -> bool:
         """Run one step. Return False if nothing can change until another command arrives."""
-        if self._overlap is not None and (current := self._overlap.current) is not None:
-            self._overlapped(self._overlap, current)
-            self._report()
-            return True
-        started = self._clock()
+        launched, self._in_flight = self._in_flight, None
+        changed = True
+        if launched is None:
+            started = self._clock()
+            plan = self._plan()
+            changed = plan.changed
+            launched = self._launch(plan, started)
+            if launched is not None and launched.overlaps:
+                self._in_flight, launched = launched, None  # commands run before the next one is launched
+        if launched is not None:
+            self._in_flight = self._finish(launched)
+        self._report()
+        return changed
+
+    def _plan(self) -> StepPlan:
+        """Plan a pass, and do for its sequences what the scheduler does not."""
         plan = self._scheduler.plan()
         self._counters.totals.retractions += len(plan.retracted)
         for sequence in plan.outgrown:
@@ -265,77 +283,63 @@ class Engine:
             self._start_fetch(sequence)
         for sequence in plan.admitted:
             self._note_admission(sequence)
-        # A sequence of this plan may have ended already: it could not be announced.
+        return plan
+
+    def _launch(self, plan: StepPlan, started: float) -> LaunchedPass | None:
+        """Launch the pass of a step that has `started`. None: it has no tokens, was interrupted or failed."""
         drafts = self._speculator.plan(plan)
         chunks = [
             forward_pass.schedule(sequence, tokens, drafts.get(sequence, ()))
             for sequence, tokens in [*((sequence, 1) for sequence in plan.decodes), *plan.prefills]
-            if sequence.stage is Stage.RUNNING
+            if sequence.stage is Stage.RUNNING  # it has ended if its blocks could not be announced
         ]
-        overlap = self._overlap
-        if chunks and overlap is not None and not any(chunk.draft for chunk in chunks):
-            self._survive(chunks, lambda: overlap.launch(plan, chunks))
-        elif chunks and (accepted := self._compute(chunks, started)) is not None:
-            self._counters.add_step(self._clock() - started, plan, accepted)
-            self._log.note(plan, self._scheduler, accepted)
-        self._report()
-        return plan.changed
+        if not chunks:
+            return None
 
-    def _compute(self, chunks: list[ScheduledChunk], started: float) -> int | None:
-        """
-        Compute and process the pass of a step that has `started`.
-
-        Returns the number of accepted draft tokens; None if interrupted.
-        """
-
-        def run() -> PassResult:
+        def launch() -> LaunchedPass:
             with self._interruption.during(chunks):
-                return forward_pass.run(
-                    self._model,
-                    self._cache,
-                    chunks,
-                    mask_filler=self._mask_filler,
-                    clock=self._clock,
-                    synchronize=self._synchronize,
-                )
+                return self._pipeline.launch(plan, chunks, started)
 
         try:
-            result = self._survive(chunks, run)
+            return self._survive(chunks, launch)
         except PassInterrupted:
             self._speculator.forget(chunks)
             return None
-        if result is None:
-            return 0
-        choices = iter(result.sampled)
-        self._count_pass(chunks, result.seconds)
-        for chunk in chunks:
-            self._results.advance(chunk, result.seconds, next(choices) if chunk.samples else None)
-        accepted = self._speculator.verify(chunks, result, self._mask_filler, self._results.take_further)
-        self._counters.add_generated(len(result.sampled) + accepted)
-        if self._overlap is not None:
-            self._speculator.times.add_delay(self._clock() - started - result.seconds)
-        return accepted
 
-    def _overlapped(self, overlap: Overlap, current: LaunchedPass) -> None:
-        """Launch the next pass if it needs no plan and no drafts, then read and process the current one."""
-        sampling = [chunk.sequence for chunk in current.held if chunk.samples]
-        ahead = None if self._speculator.expects(sampling) else overlap.look_ahead(current)
-        overlap.current = None
-        result = self._survive(current.held, lambda: overlap.read(current))
+    def _finish(self, launched: LaunchedPass) -> LaunchedPass | None:
+        """Read a pass and apply its results. Returns the pass after it, if that was launched before."""
+        ahead = self._look_ahead(launched)
+        result = self._survive(launched.running_chunks, lambda: self._pipeline.read(launched))
         if result is None:
-            return  # the pass ahead has the same sequences
-        seconds, choices = result
-        self._count_pass(current.chunks, seconds)
-        self._speculator.measured(current.chunks, seconds)
-        for index, chunk in enumerate(current.chunks):
-            if current.holds(index):
-                self._results.advance(chunk, seconds, choices.get(index), current.written)
-                self._counters.add_generated(int(chunk.samples))
-        self._counters.add_step(seconds, current.plan, 0)
-        self._log.note(current.plan, self._scheduler, 0)
-        if ahead is not None:
-            resumed = ahead
-            self._survive(ahead.held, lambda: overlap.resume(resumed))
+            return None  # the pass ahead has the same sequences
+        self._count_pass(launched.chunks, result.seconds)
+        generated = 0
+        for index, chunk in enumerate(launched.chunks):
+            if launched.runs(index):
+                choice = result.sampled.get(index)
+                self._results.advance(chunk, result.seconds, choice, launched.written)
+                generated += chunk.samples
+        accepted = self._speculator.verify(
+            launched.chunks, result, self._mask_filler, self._results.take_further
+        )
+        self._counters.add_generated(generated + accepted)
+        now = self._clock()
+        step_s, self._finished_at = now - max(launched.started, self._finished_at), now
+        self._counters.add_step(step_s, launched.plan, accepted)
+        if self._pipeline.depth and not launched.overlaps:
+            self._speculator.times.add_delay(step_s - result.seconds)
+        self._log.note(launched.plan, self._scheduler, accepted)
+        if ahead is None:
+            return None
+        runs = self._survive(ahead.running_chunks, lambda: self._pipeline.select(ahead))
+        return ahead if runs else None
+
+    def _look_ahead(self, launched: LaunchedPass) -> LaunchedPass | None:
+        """Launch the next pass if it needs neither a plan nor drafts."""
+        sampling = [chunk.sequence for chunk in launched.running_chunks if chunk.samples]
+        if not launched.overlaps or self._speculator.expects(sampling):
+            return None
+        return self._pipeline.look_ahead(launched)
 
     def _survive(self, chunks: list[ScheduledChunk], run: Callable[[], Result]) -> Result | None:
         """Return the result of `run`, a part of the pass of `chunks`. None: it failed, as is processed."""

@@ -1,13 +1,12 @@
-"""One forward pass: create batch rows from scheduled chunks, run the model, and sample."""
+"""One forward pass: batch rows from scheduled chunks, the model, and the form of the results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections import abc
 from typing import NamedTuple
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from baton_api.errors import BatonError
@@ -81,47 +80,15 @@ Sampled = TokenChoice | BatonError | None
 class PassResult(NamedTuple):
     """The results of a forward pass."""
 
-    sampled: list[Sampled]
-    """The token of each chunk with `samples`, in their order."""
     seconds: float
-    """Duration of the model's computation."""
+    """Duration of the pass; of the model alone, if the host waited for it before the selection."""
+    sampled: dict[int, Sampled]
+    """Tokens by the index of their chunk: those of chunks with `samples` whose sequence still runs."""
     logits: Tensor
-    """[S, V] fp32 of all results, if a chunk has a draft."""
-    offsets: list[int]
-    """For each chunk with `samples`, the first of its 1 + len(draft) rows of `logits`."""
-
-
-def run(
-    model: Model,
-    cache: KVCache,
-    chunks: list[ScheduledChunk],
-    *,
-    mask_filler: MaskFiller,
-    clock: Callable[[], float],
-    synchronize: Callable[[], None],
-) -> PassResult:
-    """
-    Compute `chunks` and sample the token after the pending ones of each chunk with `samples`.
-
-    `synchronize` is the `synchronizer` of the cache's device.
-    """
-    batch = Batch([row_of(chunk) for chunk in chunks], cache.block_size, cache.kv.device)
-    states = [chunk.sequence.sampling_state for chunk in chunks if chunk.samples]
-    pending = mask_filler.begin([state.token_mask for state in states])
-    try:
-        started = clock()
-        logits = compute(model, cache, chunks, batch)
-        synchronize()
-        seconds = clock() - started
-    finally:
-        masks = pending.wait()
-    offsets, rows = [], 0
-    for chunk in chunks:
-        if chunk.samples:
-            offsets.append(rows)
-            rows += 1 + len(chunk.draft)
-    first = logits if rows == len(offsets) else logits[offsets]
-    return PassResult(_sample(first, states, masks) if states else [], seconds, logits, offsets)
+    """[S, V] fp32: a row for each chunk with `samples`, and one for each of its draft tokens. Undefined if no
+    chunk has a draft."""
+    rows: list[int]
+    """By chunk, the first of its rows in `logits`."""
 
 
 def compute(model: Model, cache: KVCache, chunks: list[ScheduledChunk], batch: Batch) -> Tensor:
@@ -137,24 +104,16 @@ def sample_rows(
 ) -> list[Sampled]:
     """Sample a token from each of `rows` of `logits` [S, V] with the state at the same index."""
     masks = mask_filler.begin([state.token_mask for state in states]).wait()
-    return _sample(logits[rows], states, masks)
+    return with_errors(sampler.sample(logits[rows], states, without_errors(masks)), masks)
 
 
-def synchronizer(device: torch.device) -> Callable[[], None]:
-    """
-    Return a function that waits for the device's queue and raises the device's errors.
-
-    Without the wait, a pass on an accelerator would appear to take no time and its error would surface in a
-    later pass. Announcements do not depend on it: they have an event of their own.
-    """
-    if device.type == "cpu":
-        return lambda: None
-    return partial(torch.accelerator.synchronize, device)
+def without_errors(masks: abc.Sequence[Mask]) -> list[NDArray[np.int32] | None]:
+    """Return the masks to select with. A row whose mask failed is selected without one, and dropped later."""
+    return [None if isinstance(mask, BatonError) else mask for mask in masks]
 
 
-def _sample(logits: Tensor, states: list[SamplingState], masks: list[Mask]) -> list[Sampled]:
-    allowed = [None if isinstance(mask, BatonError) else mask for mask in masks]
-    choices = sampler.sample(logits, states, allowed)
+def with_errors(choices: abc.Sequence[TokenChoice | None], masks: abc.Sequence[Mask]) -> list[Sampled]:
+    """Replace the choices of rows whose mask failed by the error."""
     return [
         mask if isinstance(mask, BatonError) else choice for mask, choice in zip(masks, choices, strict=True)
     ]

@@ -267,7 +267,7 @@ def test_engine_waits_for_events_and_prompt_outputs_only(device: FakeDevice) -> 
         engine.submit(request)
     engine._run()
     assert sorted(ended) == sorted(request.id for request in requests)
-    assert engine._overlap is not None and engine._overlap.ahead > 0
+    assert engine._pipeline.ahead > 0
     assert set(device.waits) == {"prompt_outputs.py update: _to_copy from cuda"}
 
 

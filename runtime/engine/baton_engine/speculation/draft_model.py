@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from baton_engine.batch import Batch, BatchRow
-from baton_engine.forward_pass import synchronizer
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.decoder import Model
 from baton_engine.sampling import sampler
 from baton_engine.scheduling.sequence import FIRST_ACCEPTANCE, DraftState, Sequence
 from baton_engine.speculation.costs import PassTimes
+from baton_engine.streams import finish
 
 WEIGHT = 0.1
 """Weight of one result in the estimate of acceptance."""
@@ -44,7 +44,6 @@ class DraftModel:
         self._model = model
         self._cache = cache
         self._clock = clock
-        self._synchronize = synchronizer(cache.kv.device)
         self._owners: list[bytes] = [b""] * cache.blocks
         """By block, the hash of the tokens whose KV it holds; empty: none, or an incomplete block."""
         self.times = PassTimes()
@@ -126,7 +125,7 @@ class DraftModel:
                 self._owners[row.blocks[index]] = b""
         began = self._clock()
         logits = self._model.forward(Batch(rows, size, self._cache.kv.device), self._cache)
-        self._synchronize()
+        finish(self._cache.kv.device)
         if all(len(row.tokens) == 1 for row in rows):
             self.times.add(len(rows), self._clock() - began)
         return logits

@@ -29,13 +29,12 @@ def verify(
     The tokens after the pending ones were already added to their sequences. `take` is called for each
     accepted draft token with the token sampled after it, and adds that one to the sequence, or ends it.
     """
-    sampling = [chunk for chunk in chunks if chunk.samples]
-    live = list(zip(sampling, result.offsets, strict=True))
+    live = list(zip(chunks, result.rows, strict=True))
     accepted = ahead = 0
-    while live := [(chunk, offset) for chunk, offset in live if _accepts(chunk, ahead)]:
+    while live := [(chunk, row) for chunk, row in live if _accepts(chunk, ahead)]:
         ahead += 1
         accepted += len(live)
-        rows = [offset + ahead for _, offset in live]
+        rows = [row + ahead for _, row in live]
         states = [chunk.sequence.sampling_state for chunk, _ in live]
         sampled = forward_pass.sample_rows(result.logits, rows, states, mask_filler)
         for (chunk, _), choice in zip(live, sampled, strict=True):

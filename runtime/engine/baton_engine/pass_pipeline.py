@@ -1,13 +1,15 @@
 """
-Overlap of host and device: a decode pass is launched before the host has read the tokens of the last one.
+The passes of one engine: launched, and read at once or while the next one is computed.
 
-Its token ids stay on the device. Then the host reads those tokens, ends and reports requests, and fills
-token masks, while the device computes. Rows with a token mask or with penalties need these tokens for their
-selection: it waits, but the pass does not. A row that has ended meanwhile was computed without need. Its
-token is dropped, and its KV is in a block that is not published.
+With a depth of 0, a pass is read in the step that launched it. With a depth of 1, a decode pass is launched
+before the host has read the tokens of the last one. Its token ids stay on the device. Then the host reads
+those tokens, ends and reports requests, and fills token masks, while the device computes. Rows with a token
+mask or with penalties need these tokens for their selection: it waits, but the pass does not. A row that has
+ended meanwhile was computed without need. Its token is dropped, and its KV is in a block that is not
+published.
 
-The engine launches no pass ahead if a queued request may be admitted, a prompt is not yet computed, or blocks
-are missing. Then the scheduler plans the next pass, after the host has read the last one.
+No pass is launched ahead if a queued request may be admitted, a prompt is not yet computed, or blocks are
+missing. Then the scheduler plans the next pass, after the host has read the last one.
 """
 
 from __future__ import annotations
@@ -15,13 +17,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 from torch import Tensor
 
-from baton_api.errors import BatonError
 from baton_engine.batch import Batch
-from baton_engine.forward_pass import Sampled, ScheduledChunk, compute, row_of
+from baton_engine.forward_pass import (
+    PassResult,
+    ScheduledChunk,
+    compute,
+    row_of,
+    with_errors,
+    without_errors,
+)
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.decoder import Model
 from baton_engine.sampling import sampler
@@ -43,32 +52,40 @@ class LaunchedPass:
     chunks: list[ScheduledChunk]
     admissions: list[int]
     """`Sequence.admissions` of each chunk at the launch."""
+    rows: list[int]
+    """As in `PassResult`."""
     logits: Tensor
-    """Of the chunks with samples."""
+    """As in `PassResult`, if `selection` has not overwritten it."""
     written: Event
     """Behind the KV of the pass."""
+    overlaps: bool
+    """Whether the next pass may be launched before this one is read."""
+    started: float
+    """Time at which its step began; `launched_at` without a step of its own."""
     launched_at: float
     done: Event
-    """Behind the selection too, once it is launched."""
+    """Behind the selection too, once it is launched; of a pass that overlaps."""
+    model_s: float = 0.0
+    """Duration of the model in a pass that does not overlap."""
     sampled: list[int] = field(default_factory=list)
     """Indices of the chunks that `selection` has tokens of."""
     masks: list[Mask] = field(default_factory=list)
     """Of the chunks in `sampled`."""
     selection: Selection | None = None
 
-    def holds(self, index: int) -> bool:
+    def runs(self, index: int) -> bool:
         """Return whether the sequence of a chunk still runs, and was not retracted since the launch."""
         sequence = self.chunks[index].sequence
         return sequence.stage is Stage.RUNNING and sequence.admissions == self.admissions[index]
 
     @property
-    def held(self) -> list[ScheduledChunk]:
+    def running_chunks(self) -> list[ScheduledChunk]:
         """The chunks whose results count."""
-        return [chunk for index, chunk in enumerate(self.chunks) if self.holds(index)]
+        return [chunk for index, chunk in enumerate(self.chunks) if self.runs(index)]
 
 
-class Overlap:
-    """Launches passes of one engine, and reads their results later. Used on its thread."""
+class PassPipeline:
+    """Launches passes of one engine, and reads their results. Used on its thread."""
 
     def __init__(
         self,
@@ -77,9 +94,14 @@ class Overlap:
         scheduler: Scheduler,
         mask_filler: MaskFiller,
         clock: Callable[[], float],
+        synchronize: Callable[[], None],
+        depth: int,
     ) -> None:
-        self.current: LaunchedPass | None = None
-        """The pass to read next."""
+        """
+        `synchronize` waits for all passes, and raises the device's error. `depth` is the number of passes in
+        flight between two steps: 0 or 1.
+        """
+        self.depth = depth
         self.ahead = 0
         """Number of passes that were launched ahead."""
         self._model = model
@@ -87,20 +109,26 @@ class Overlap:
         self._scheduler = scheduler
         self._mask_filler = mask_filler
         self._clock = clock
+        self._synchronize = synchronize
         self._read_at = 0.0
 
-    def launch(self, plan: StepPlan, chunks: list[ScheduledChunk]) -> None:
-        """Launch a planned pass and its selection, as `current`."""
+    def launch(self, plan: StepPlan, chunks: list[ScheduledChunk], started: float) -> LaunchedPass:
+        """Launch the planned pass of a step that has `started`, and its selection."""
         sampled = [index for index, chunk in enumerate(chunks) if chunk.samples]
         states = [chunks[index].sequence.sampling_state for index in sampled]
         pending = self._mask_filler.begin([state.token_mask for state in states])
         try:
             batch = Batch([row_of(chunk) for chunk in chunks], self._cache.block_size, self._cache.kv.device)
-            launched = self._computed(plan, chunks, batch)
+            launched = self._compute(plan, chunks, batch, started)
+            if (
+                not launched.overlaps
+            ):  # then its duration is that of the model, and errors of the device surface here
+                self._synchronize()
+                launched.model_s = self._clock() - launched.launched_at
         finally:
             masks = pending.wait()
         self._select(launched, sampled, states, masks)
-        self.current = launched
+        return launched
 
     def look_ahead(self, current: LaunchedPass) -> LaunchedPass | None:
         """Launch the pass after `current` with the tokens on the device. None: the scheduler plans it."""
@@ -113,30 +141,31 @@ class Overlap:
             log.warning("A pass cannot be launched ahead: %s", error)
             return None
 
-    def read(self, current: LaunchedPass) -> tuple[float, dict[int, Sampled]]:
-        """Wait for a pass. Returns its duration in seconds, and the choices by the indices of chunks."""
-        current.done.wait()
-        now = self._clock()
-        seconds, self._read_at = now - max(current.launched_at, self._read_at), now
-        if current.selection is None:
-            return seconds, {}
-        choices = current.selection.read()
-        masks = current.masks or [None] * len(choices)
-        return seconds, {
-            index: mask if isinstance(mask, BatonError) else choice
-            for index, mask, choice in zip(current.sampled, masks, choices, strict=True)
-        }
+    def read(self, current: LaunchedPass) -> PassResult:
+        """Wait for a pass, and return its results."""
+        if current.overlaps:
+            current.done.wait()
+            now = self._clock()
+            seconds, self._read_at = now - max(current.launched_at, self._read_at), now
+        else:
+            self._synchronize()
+            seconds = current.model_s
+        choices = [] if current.selection is None else current.selection.read()
+        sampled = dict(zip(current.sampled, with_errors(choices, current.masks), strict=True))
+        return PassResult(seconds, sampled, current.logits, current.rows)
 
-    def resume(self, ahead: LaunchedPass) -> None:
-        """Make `ahead` the current pass, after the last one was read. Launches its selection if it waits."""
-        sampled = [index for index in range(len(ahead.chunks)) if ahead.holds(index)]
-        if not sampled:
-            return
-        if ahead.selection is None:
+    def select(self, ahead: LaunchedPass) -> bool:
+        """
+        Launch the selection of a pass that was launched ahead, if it waited for the tokens of the last one.
+
+        Returns whether any of its sequences still runs.
+        """
+        sampled = [index for index in range(len(ahead.chunks)) if ahead.runs(index)]
+        if sampled and ahead.selection is None:
             states = [ahead.chunks[index].sequence.sampling_state for index in sampled]
             masks = self._mask_filler.begin([state.token_mask for state in states]).wait()
             self._select(ahead, sampled, states, masks)
-        self.current = ahead
+        return bool(sampled)
 
     def _continuing(self, current: LaunchedPass) -> dict[Sequence, int]:
         """
@@ -147,7 +176,7 @@ class Overlap:
         rows = {
             current.chunks[index].sequence: row
             for row, index in enumerate(current.sampled)
-            if current.holds(index)
+            if current.runs(index)
         }
         if len(rows) != len(self._scheduler.running):
             return {}
@@ -171,19 +200,33 @@ class Overlap:
         if (wanted := list(rows.values())) != list(range(len(tokens))):
             tokens = tokens[copied(np.array(wanted), device)]
         batch.feed(tokens.clamp(min=0).long())  # the row of a token -1 ends
-        launched = self._computed(StepPlan(decodes=list(rows)), chunks, batch)
+        launched = self._compute(StepPlan(decodes=list(rows)), chunks, batch)
         states = [sequence.sampling_state for sequence in rows]
         if not any(state.needs_tokens for state in states):
-            self._select(launched, list(range(len(chunks))), [state.next() for state in states], [])
+            indices = list(range(len(chunks)))
+            self._select(launched, indices, [state.next() for state in states], [None for _ in indices])
         self.ahead += 1
         return launched
 
-    def _computed(self, plan: StepPlan, chunks: list[ScheduledChunk], batch: Batch) -> LaunchedPass:
-        started = self._clock()
+    def _compute(
+        self, plan: StepPlan, chunks: list[ScheduledChunk], batch: Batch, started: float | None = None
+    ) -> LaunchedPass:
+        launched_at = self._clock()
         logits = compute(self._model, self._cache, chunks, batch)
         written = self._cache.streams.record()
-        admissions = [chunk.sequence.admissions for chunk in chunks]
-        return LaunchedPass(plan, chunks, admissions, logits, written, started, done=written)
+        ends = accumulate((1 + len(chunk.draft)) * chunk.samples for chunk in chunks)
+        return LaunchedPass(
+            plan,
+            chunks,
+            admissions=[chunk.sequence.admissions for chunk in chunks],
+            rows=[0, *ends][:-1],
+            logits=logits,
+            written=written,
+            overlaps=self.depth > 0 and not any(chunk.draft for chunk in chunks),
+            started=launched_at if started is None else started,
+            launched_at=launched_at,
+            done=written,
+        )
 
     def _select(
         self, launched: LaunchedPass, sampled: list[int], states: list[SamplingState], masks: list[Mask]
@@ -191,9 +234,10 @@ class Overlap:
         if not sampled:
             return
         logits = launched.logits
-        if len(sampled) < len(logits):  # rows have ended since the launch
-            logits = logits[copied(np.array(sampled), logits.device)]
-        allowed = [None if isinstance(mask, BatonError) else mask for mask in masks]
-        launched.selection = sampler.select(logits, states, allowed)
+        if len(sampled) < len(logits):  # the other rows are of drafts, or have ended since the launch
+            rows = np.array([launched.rows[index] for index in sampled])
+            logits = logits[copied(rows, logits.device)]
+        launched.selection = sampler.select(logits, states, without_errors(masks))
         launched.sampled, launched.masks = sampled, masks
-        launched.done = self._cache.streams.record()
+        if launched.overlaps:
+            launched.done = self._cache.streams.record()

@@ -14,7 +14,6 @@ from baton_engine.batch import Batch
 from baton_engine.graphs import CaptureLimits, with_graphs
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.decoder import Model
-from baton_engine.overlap import Overlap
 from baton_engine.requests import FinishReason
 from baton_engine.scheduling.limits import EngineLimits
 from tests.engine.fake_graphs import FakeGraphs, TensorModel
@@ -44,9 +43,9 @@ class Overlapping(Serving):
         return self
 
     @property
-    def overlap(self) -> Overlap:
-        assert self.engine._overlap is not None
-        return self.engine._overlap
+    def ahead(self) -> int:
+        """Number of passes that were launched ahead."""
+        return self.engine._pipeline.ahead
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -65,7 +64,7 @@ def test_overlap_gives_way_to_drafts_that_pay(count: int, graphs: bool) -> None:
         serving.at_rest()
         totals = serving.engine.snapshot().totals
         assert totals.draft_tokens > totals.accepted_tokens > 4 * count
-        assert serving.overlap.ahead > 3
+        assert serving.ahead > 3
         assert totals.generated_tokens == 30 * count
 
 
@@ -93,7 +92,7 @@ def test_overlap_gives_the_same_tokens(count: int, graphs: bool) -> None:
                 how |= {"stop_ids": tuple(range(0, 97, 7)), "min_tokens": 2}
             requests.append(request_of(f"r{number}", 3 + number, **how))
         assert serving.run(*requests) == [serving.reference(request) for request in requests]
-        assert serving.overlap.ahead > 0
+        assert serving.ahead > 0
         serving.at_rest()
         snapshot = serving.engine.snapshot()
         assert snapshot.forward_times.total_s <= snapshot.step_times.total_s
@@ -107,7 +106,7 @@ def test_overlap_retracts_and_continues() -> None:
         requests = [request_of(f"r{number}", 6, seed=number, max_tokens=20) for number in range(4)]
         assert serving.run(*requests) == [serving.reference(request) for request in requests]
         assert serving.engine.snapshot().totals.retractions > 0
-        assert serving.overlap.ahead > 0
+        assert serving.ahead > 0
         serving.at_rest()
 
 
@@ -180,7 +179,7 @@ def test_overlap_exported_prompts_are_not_launched_ahead() -> None:
     with Overlapping() as serving:
         recipient = Recipient()
         assert len(serving.run(request_of("r", 30, export=recipient))[0]) == 1
-        assert serving.overlap.ahead == 0
+        assert serving.ahead == 0
         assert recipient.announced[-1][0] == 30
         serving.engine.release("r")
         serving.at_rest()
@@ -196,7 +195,7 @@ def test_overlap_grammar_rows_wait_with_their_selection_only() -> None:
         tokens = serving.tokens("masked")
         assert len(tokens) == 8 and set(tokens) <= {3, 5, 13}
         assert (3, 5) not in set(pairwise(tokens))
-        assert serving.overlap.ahead > 0
+        assert serving.ahead > 0
     with Serving(model=TensorModel(), max_model_len=64) as plain:
         plain.submit(request_of("masked", 6, allowed_ids=(3, 5, 8, 13), bad_words=((3, 5), (8,))))
         assert plain.tokens("masked") == tokens
