@@ -7,6 +7,8 @@ import os
 import random
 import resource
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -286,3 +288,45 @@ async def test_worker_stores_weights_and_survives_damage(
     assert await start() == expected
     (path,) = cache.glob("weights-*")
     assert await start() == expected
+
+
+EXITING = """
+import atexit, sys, threading
+exiting, written = threading.Event(), threading.Event()
+
+@atexit.register  # the first one, so it runs after all others, which release what they know of
+def last():
+    exiting.set()
+    written.wait(60)
+
+import torch
+from pathlib import Path
+from baton_engine.model.loading import LoadedWeights
+from baton_engine.model.native_decoder import native_decoder
+from baton_engine.model.stored_weights import WeightsFile
+from tests.engine.random_weights import random_weights, tiny_spec
+
+class LateFile(WeightsFile):
+    def write(self, *given):
+        exiting.wait(60)
+        try:
+            super().write(*given)
+        finally:
+            written.set()
+
+spec = tiny_spec()
+model = native_decoder(spec, random_weights(spec, torch.float32), torch.float32, threads=1)
+LoadedWeights(model, "digest", 1 << 30, LateFile(Path(sys.argv[1]), 1 << 30)).store()
+"""
+
+
+@pytest.mark.slow  # a process of its own, which imports torch
+def test_weights_are_written_while_the_process_exits(tmp_path: Path) -> None:
+    """The thread that writes them reads memory that is the model's, until the process has ended."""
+    native_model(tiny_spec(), torch.float32)  # skips without kernels
+    file = tmp_path / file_name("model")
+    command = [sys.executable, "-c", EXITING, str(file)]
+    root = Path(__file__).parents[2]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=root)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert file.exists()

@@ -127,7 +127,8 @@ class NativeDecoder:
         if not handle:
             raise MemoryError("no memory for the packed weights")
         self._handle = ctypes.c_void_p(handle)
-        weakref.finalize(self, kernel_library.baton_destroy, self._handle)
+        freed = weakref.finalize(self, kernel_library.baton_destroy, self._handle)
+        freed.atexit = False  # the thread that writes packed weights reads them as long as the process lives
         for number in range(spec.layers):
             window, rotation = spec.window(number) or 0, ROTATIONS.index(spec.rotation(number))
             kernel_library.baton_set_attention(

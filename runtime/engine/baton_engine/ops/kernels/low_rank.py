@@ -37,9 +37,9 @@ FIELDS = tl.constexpr(2 + 3 * MOST_PARTS)
 number of ranks."""
 
 FEW_TOKENS, MANY_TOKENS = 16, 64
-"""Tokens of a tile: of rows of one token, and of prompts."""
+"""Tokens of a tile: of rows with a few tokens, and of prompts."""
 
-COLUMNS = 64
+COLUMNS = 128
 """Outputs of a tile."""
 
 RANKS, STEP = 64, 64
@@ -50,6 +50,9 @@ PROGRAMS = 64
 
 SPLIT = 1024
 """Inputs of a program, where they are divided."""
+
+ROW_SPLIT, ROW_RANKS = 512, 16
+"""Inputs and ranks of a program, where each tile is one token."""
 
 
 @triton.jit
@@ -131,6 +134,75 @@ def _expand(
             mask = used[:, None] & valid[None, :]
             total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
             tl.store(at, total.to(result.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _shrink_rows(
+    x, shrunk, entries, table, x_stride, inputs, count, ranks,
+    SLOT_FIELDS: tl.constexpr, INPUTS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """Write products of one token with a split of some rows of A to shrunk [splits, C, ranks]."""
+    entry = tl.program_id(0)
+    split = tl.program_id(1)
+    slot = tl.load(entries + entry)
+    if slot >= 0:
+        fields = table + slot * SLOT_FIELDS
+        a = tl.load(fields)
+        rows = tl.load(fields + 1).to(tl.int32)
+        first = tl.program_id(2) * RANKS
+        if first < rows:
+            weights = a.to(tl.pointer_type(x.dtype.element_ty))
+            rank = first + tl.arange(0, RANKS)
+            k = split * INPUTS + tl.arange(0, INPUTS)
+            inside = k < inputs
+            values = tl.load(x + tl.load(entries + count + entry) * x_stride + k, mask=inside, other=0.0)
+            tile = tl.load(
+                weights + rank.to(tl.int64)[:, None] * inputs + k[None, :],
+                mask=(rank < rows)[:, None] & inside[None, :],
+                other=0.0,
+            )
+            total = tl.sum(tile.to(tl.float32) * values.to(tl.float32)[None, :], axis=1)
+            tl.store(shrunk + (split * count + entry).to(tl.int64) * ranks + rank, total, mask=rank < rows)
+
+
+@triton.jit
+def _expand_rows(
+    result, shrunk, entries, table, tiles, result_stride, splits, count, ranks,
+    SLOT_FIELDS: tl.constexpr, PART_FIELDS: tl.constexpr, SPLITS: tl.constexpr, RANKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Add the products of one token with some rows of B to the result."""
+    entry = tl.program_id(0)
+    slot = tl.load(entries + entry)
+    if slot >= 0:
+        tile = tiles + tl.program_id(1) * 4
+        fields = table + slot * SLOT_FIELDS + 2 + tl.load(tile + 2) * PART_FIELDS
+        b = tl.load(fields)
+        if b != 0:
+            weights = b.to(tl.pointer_type(result.dtype.element_ty))
+            offset = tl.load(fields + 1).to(tl.int32)
+            rows = tl.load(fields + 2).to(tl.int32)
+            output = tl.load(tile) + tl.arange(0, COLUMNS)
+            valid = output < tl.load(tile + 1)
+            row = output - tl.load(tile + 3)
+            split = tl.arange(0, SPLITS)
+            source = shrunk + (split * count + entry).to(tl.int64)[:, None] * ranks + offset
+            total = tl.zeros([COLUMNS], tl.float32)
+            for first in range(0, rows, RANKS):
+                rank = first + tl.arange(0, RANKS)
+                used = rank < rows
+                parts = tl.load(
+                    source + rank[None, :], mask=(split < splits)[:, None] & used[None, :], other=0.0
+                )
+                factors = tl.load(
+                    weights + row.to(tl.int64)[:, None] * rows + rank[None, :],
+                    mask=valid[:, None] & used[None, :],
+                    other=0.0,
+                )
+                total += tl.sum(factors.to(tl.float32) * tl.sum(parts, axis=0)[None, :], axis=1)
+            at = result + tl.load(entries + count + entry) * result_stride + output
+            total += tl.load(at, mask=valid, other=0.0).to(tl.float32)
+            tl.store(at, total.to(result.dtype.element_ty), mask=valid)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -221,13 +293,13 @@ class LowRankTable:
                 return None
             number = torch.arange(batch.size, device=batch.device)
             entries = torch.stack((batch.adapters, number, torch.ones_like(number)))
-            return LowRankRows(self, entries, FEW_TOKENS, batch.adapter_rank * MOST_PARTS)
+            return LowRankRows(self, entries, 1, batch.adapter_rank * MOST_PARTS)
         spans = batch.adapted(wanted=wanted)
         spans = [(tokens, adapter) for tokens, adapter in spans if tokens.start < tokens.stop]
         if not spans:
             return None
         longest = max(tokens.stop - tokens.start for tokens, _ in spans)
-        tile = FEW_TOKENS if longest <= FEW_TOKENS else MANY_TOKENS
+        tile = next((most for most in (1, FEW_TOKENS) if longest <= most), MANY_TOKENS)
         listed = [
             (adapter.slot, first, min(tile, tokens.stop - first))
             for tokens, adapter in spans
@@ -237,6 +309,49 @@ class LowRankTable:
         return LowRankRows(self, entries, tile, max(adapter.rank for _, adapter in spans))
 
     def launch(self, rows: LowRankRows, result: Tensor, x: Tensor, layer: int, linear: str) -> None:
+        if rows.tile == 1:
+            self._launch_rows(rows, result, x, layer, linear)
+        else:
+            self._launch_tiles(rows, result, x, layer, linear)
+
+    def _launch_rows(self, rows: LowRankRows, result: Tensor, x: Tensor, layer: int, linear: str) -> None:
+        count, inputs = rows.entries.shape[1], x.shape[1]
+        splits = triton.cdiv(inputs, ROW_SPLIT)
+        table, tiles = self._table[layer, self._linears[linear]], self._tiles[linear]
+        shrunk = x.new_empty((splits, count, rows.ranks), dtype=torch.float32)
+        _shrink_rows[(count, splits, triton.cdiv(rows.ranks, ROW_RANKS))](
+            x,
+            shrunk,
+            rows.entries,
+            table,
+            x.stride(0),
+            inputs,
+            count,
+            rows.ranks,
+            SLOT_FIELDS=FIELDS,
+            INPUTS=ROW_SPLIT,
+            RANKS=ROW_RANKS,
+            enable_fp_fusion=True,
+        )
+        _expand_rows[(count, len(tiles))](
+            result,
+            shrunk,
+            rows.entries,
+            table,
+            tiles,
+            result.stride(0),
+            splits,
+            count,
+            rows.ranks,
+            SLOT_FIELDS=FIELDS,
+            PART_FIELDS=PART,
+            SPLITS=triton.next_power_of_2(splits),
+            RANKS=ROW_RANKS,
+            COLUMNS=COLUMNS,
+            enable_fp_fusion=True,
+        )
+
+    def _launch_tiles(self, rows: LowRankRows, result: Tensor, x: Tensor, layer: int, linear: str) -> None:
         count, inputs = rows.entries.shape[1], x.shape[1]
         splits = triton.cdiv(inputs, SPLIT) if count < PROGRAMS else 1
         table = self._table[layer, self._linears[linear]]
