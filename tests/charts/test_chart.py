@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -235,3 +236,24 @@ def test_images_are_of_the_charts_version() -> None:
     assert container["image"] == "registry.example/team/baton-operator:1.2.3"
     assert f"--router-image=registry.example/team/other-router:{__version__}" in container["args"]
     assert f"--worker-image=registry.example/team/baton-worker@sha256:{'ab' * 32}" in container["args"]
+
+
+@pytest.mark.parametrize("namespaces", [[], ["models"]], ids=["cluster", "one namespace"])
+def test_notes_can_be_pasted_into_a_shell(namespaces: list[str]) -> None:
+    """A shell takes the end of a here-document only at the beginning of a line."""
+    arguments = ["install", "baton", str(CHART), "--dry-run=client", "-o", "json"]
+    done = helm(*arguments, values={"watch": {"namespaces": namespaces}})
+    notes: str = json.loads(done.stdout)["info"]["notes"]
+    pasted = "kubectl apply" + notes.partition("kubectl apply")[2].partition("Pods of")[0]
+    shell = subprocess.run(
+        ["bash", "-c", f'kubectl() {{ echo "# kubectl $*"; [ "$1" != apply ] || cat; }}\n{pasted}'],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert not shell.stderr and yaml.safe_load(shell.stdout) == yaml.safe_load(
+        (ROOT / "examples" / "minimal.yaml").read_text()
+    )
+    commands = re.findall(r"kubectl (?:apply|wait|get|port-forward)\b.*", notes)
+    of_services = [one for one in commands if "get pods" not in one]
+    assert len(of_services) == 4 and all((" -n models" in one) is bool(namespaces) for one in of_services)

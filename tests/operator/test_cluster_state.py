@@ -28,6 +28,16 @@ TROUBLES = [
         id="crashing with last words",
     ),
     pytest.param(
+        {"phase": "Pending", "initContainerStatuses": [{"state": GATED}]},
+        "Error: The model a/b is gated.",
+        id="ended, before the next start",
+    ),
+    pytest.param(
+        {"phase": "Pending", "initContainerStatuses": [{"state": {"terminated": {"exitCode": 0}}}]},
+        "",
+        id="first container has succeeded",
+    ),
+    pytest.param(
         {"phase": "Failed", "containerStatuses": [{"state": GATED}]},
         "Error: The model a/b is gated.",
         id="failed with last words",

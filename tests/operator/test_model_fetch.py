@@ -222,6 +222,7 @@ def test_pods_without_a_cache_fetch_one_commit_per_revision() -> None:
     """Workers of one revision never differ, although the hub has a newer commit by then."""
     spec = {**HUB, "model": {"uri": "hf://org/model"}}
     cluster = settled(spec)
+    assert cluster.message("ModelReady") == "Each worker's pod fetches the files when it starts."
     revision = cluster.service["status"]["currentRevision"]
     cluster.newest = "89abcdef"
     cluster.change({**spec, "decode": {"replicas": 5}})

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton_operator.reconcilers.report import rejected_status
+from baton_operator.reconcilers.report import rejected_status, scaler_status
 from baton_operator.scaling import role_scalers
 from tests.operator.fake_cluster import FakeCluster
 
@@ -203,6 +203,72 @@ def test_role_conditions_count_ready_and_desired_pods() -> None:
     cluster.reconcile()
     shown = [cluster.message(type) for type in ("PrefillReady", "DecodeReady", "RouterReady")]
     assert shown == ["2/2 ready", f"2/3 ready: {EVICTED}", "1/1 ready"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "routers", "reason"),
+    [(True, False, "NoPrefill"), (True, True, "NoPrefill"), (False, False, "NoRouter")],
+    ids=["no worker, so routers wait", "no worker", "no router"],
+)
+def test_missing_part_that_the_others_wait_for_is_the_reason(
+    broken: bool, routers: bool, reason: str
+) -> None:
+    """A router is ready only while it has workers."""
+    cluster = FakeCluster(PAIR)
+    state = cluster.reconcile().state
+    assert state is not None
+    cluster.broken |= {state.target.name} if broken else set()
+    cluster.settle()
+    cluster.pods = [replace(pod, ready=routers) if pod.role == "router" else pod for pod in cluster.pods]
+    cluster.reconcile()
+    assert cluster.condition("Ready") == cluster.condition("Available") == ("False", reason)
+    assert cluster.condition("RouterReady") == ((("True", "AllReady")) if routers else ("False", "NoneReady"))
+
+
+def test_trouble_of_pods_that_are_being_deleted_is_past() -> None:
+    """As after a spec with a wrong image was corrected."""
+    cluster = settled()
+    for number, pod in enumerate(cluster.pods):
+        cluster.pods[number] = replace(pod, trouble="ErrImagePull: no such image")
+    cluster.reconcile()
+    types = ("PrefillReady", "DecodeReady", "RouterReady")
+    assert all("ErrImagePull" in cluster.message(type) for type in types)
+    leaving = [replace(pod, name=f"{pod.name}-old", ready=False, terminating=True) for pod in cluster.pods]
+    cluster.pods = [*leaving, *(replace(pod, trouble="") for pod in cluster.pods)]
+    cluster.reconcile()
+    assert [cluster.message(type) for type in types] == ["2/2 ready", "3/3 ready", "1/1 ready"]
+
+
+@pytest.mark.parametrize(
+    ("troubles", "reason"),
+    [
+        (["Unschedulable: 0/1 nodes"], "InsufficientCapacity"),
+        (["Unschedulable: 0/1 nodes", "CrashLoopBackOff: no such model"], "PodTrouble"),
+    ],
+    ids=["no room", "one crashes and has no room for the other"],
+)
+def test_reason_of_a_slow_rollout_is_that_of_its_message(troubles: list[str], reason: str) -> None:
+    cluster = settled()
+    for number, trouble in enumerate(troubles):
+        cluster.pods[number] = replace(cluster.pods[number], ready=False, trouble=trouble)
+        assert cluster.pods[number].role != "router"
+    cluster.reconcile()
+    assert cluster.condition("Progressing") == ("True", reason)
+    assert cluster.message("Progressing") == troubles[-1]
+
+
+@pytest.mark.parametrize(
+    ("refused", "reason", "words"),
+    [("", "NoService", "chat does not exist"), ("no such thing", "ServiceInvalid", "refused: no such thing")],
+)
+def test_scaler_without_a_state_says_which_of_both_it_is(refused: str, reason: str, words: str) -> None:
+    scaler = {
+        "metadata": {"name": "chat-decode"},
+        "spec": {"serviceName": "chat", "role": "decode", "replicas": 1},
+    }
+    (bound,) = scaler_status(scaler, None, 0.0, scaled=True, refused=refused)["conditions"]
+    assert (bound["type"], bound["status"], bound["reason"]) == ("Bound", "False", reason)
+    assert words in bound["message"]
 
 
 def test_failed_revision_keeps_its_cause() -> None:

@@ -146,21 +146,24 @@ INTENDED = frozenset({"Suspended", "ScaledToZero"})
 """Intended reasons for not being ready."""
 
 CONDITION_REMEDIES = {
-    "Suspended": 'Resume it: kubectl patch bsvc {name} --type=merge -p \'{{"spec": {{"suspend": false}}}}\'',
+    "Suspended": "Resume it: kubectl -n {namespace} patch bsvc {name} --type=merge "
+    '-p \'{{"spec": {{"suspend": false}}}}\'',
     "Invalid": "Correct the spec as the message says, and apply it again.",
-    "ModelMissing": "Check the download: kubectl get jobs,pods -l baton.dev/service={name}.",
+    "ModelMissing": "Check the download: kubectl -n {namespace} get jobs,pods -l baton.dev/service={name}.",
     "RolledBack": "Correct the spec. The previous revision serves requests.",
     "ApiMissing": "Install the API that the message names, or remove the field from the spec.",
 }
 LOOK = (
-    "Check its pods and events: kubectl describe pods -l baton.dev/service={name}; "
-    "kubectl events --for bsvc/{name}."
+    "Check its pods and events: kubectl -n {namespace} describe pods -l baton.dev/service={name}; "
+    "kubectl -n {namespace} events --for bsvc/{name}."
 )
 
 POD_REMEDIES = {
     "ImagePullBackOff": "Check the image's name and spec.security.imagePullSecrets.",
     "ErrImagePull": "Check the image's name and spec.security.imagePullSecrets.",
-    "CrashLoopBackOff": "Read its last log lines: kubectl logs {pod} --previous.",
+    "CrashLoopBackOff": "Read its last log lines: "
+    "kubectl -n {namespace} logs {pod} -c {container} --previous.",
+    "Error": "Read its last log lines: kubectl -n {namespace} logs {pod} -c {container}.",
     "OOMKilled": "Give the role more memory, or reduce spec.engine.kvCacheMemory.",
     "Unschedulable": "Free or add the resources that the message names, or request less for the role.",
     "CreateContainerConfigError": "Create the Secret or ConfigMap that the message names.",
@@ -169,17 +172,17 @@ POD_REMEDIES = {
 
 def status_of_service(service: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> ServiceStatus:
     """Return the status of an InferenceService with its pods."""
-    name = service["metadata"]["name"]
+    name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
     status = service.get("status") or {}
     conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
     ready = conditions.get("Ready")
-    problems = list(_problems(name, service, status, conditions))
+    problems = list(_problems(service, status, conditions))
     for pod in pods:
-        problems += _of_pod(pod)
+        problems += _of_pod(pod, namespace)
     parts = (*_roles(status), *_revisions(status), *map(_condition, conditions.values()))
     summary = f"{ready['reason']}: {ready['message']}" if ready else "The operator has not reconciled it yet."
     return ServiceStatus(
-        name=f"{service['metadata'].get('namespace', '')}/{name}",
+        name=f"{namespace}/{name}",
         serving=ready is not None and ready["status"] == "True",
         summary=summary,
         url=status.get("url") or "",
@@ -189,9 +192,10 @@ def status_of_service(service: Mapping[str, Any], pods: Sequence[Mapping[str, An
 
 
 def _problems(
-    name: str, service: Mapping[str, Any], status: Mapping[str, Any], conditions: Mapping[str, Any]
+    service: Mapping[str, Any], status: Mapping[str, Any], conditions: Mapping[str, Any]
 ) -> Iterator[Problem]:
-    generation = service["metadata"].get("generation", 0)
+    metadata = service["metadata"]
+    generation = metadata.get("generation", 0)
     if not conditions or status.get("observedGeneration", 0) < generation:
         yield Problem(
             f"The operator has reconciled generation {status.get('observedGeneration', 0)} of {generation}.",
@@ -210,27 +214,41 @@ def _problems(
             continue  # the other condition names the cause
         yield Problem(
             f"{kind} is {condition['status']} ({reason}). {condition['message']}".rstrip(),
-            CONDITION_REMEDIES.get(reason, LOOK).format(name=name),
+            CONDITION_REMEDIES.get(reason, LOOK).format(
+                name=metadata["name"], namespace=metadata["namespace"]
+            ),
         )
 
 
-def _of_pod(pod: Mapping[str, Any]) -> Iterator[Problem]:
-    name, status = pod["metadata"]["name"], pod.get("status") or {}
+def _of_pod(pod: Mapping[str, Any], namespace: str) -> Iterator[Problem]:
+    metadata, status = pod["metadata"], pod.get("status") or {}
+    if metadata.get("deletionTimestamp") or status.get("phase") in ("Succeeded", "Failed"):
+        return  # others take its place
     for condition in status.get("conditions") or ():
         if condition.get("reason") == "Unschedulable":
-            yield _pod_problem(name, "Unschedulable", condition.get("message", ""))
+            yield _pod_problem(metadata["name"], "Unschedulable", condition.get("message"))
     for container in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
-        waiting = (container.get("state") or {}).get("waiting") or {}
-        ended = (container.get("lastState") or {}).get("terminated") or {}
-        if ended.get("reason") == "OOMKilled":
-            yield _pod_problem(name, "OOMKilled", f"killed {container.get('restartCount', 1)} times")
+        state, before = container.get("state") or {}, container.get("lastState") or {}
+        waiting, ended = state.get("waiting") or {}, state.get("terminated") or {}
+        last = before.get("terminated") or {}
+        if "OOMKilled" in (ended.get("reason"), last.get("reason")):
+            reason, message = "OOMKilled", f"killed {container.get('restartCount', 1)} times"
+        elif ended.get("exitCode"):  # until Kubernetes starts it again
+            reason, message = "Error", ended.get("message") or f"exit code {ended['exitCode']}"
         elif waiting.get("reason") in POD_REMEDIES:
-            yield _pod_problem(name, waiting["reason"], waiting.get("message", ""))
+            # The last words of the container say more than "back-off restarting".
+            reason, message = waiting["reason"], last.get("message") or waiting.get("message")
+        else:
+            continue
+        yield _pod_problem(metadata["name"], reason, message, namespace, container.get("name", ""))
 
 
-def _pod_problem(pod: str, reason: str, message: str) -> Problem:
-    detail = f": {message[:300].rstrip('.')}" if message else ""
-    return Problem(f"The pod {pod} has a problem ({reason}){detail}.", POD_REMEDIES[reason].format(pod=pod))
+def _pod_problem(
+    pod: str, reason: str, message: str | None, namespace: str = "", container: str = ""
+) -> Problem:
+    detail = f": {' '.join(message[:300].split()).rstrip('.')}" if message else ""
+    remedy = POD_REMEDIES[reason].format(pod=pod, namespace=namespace, container=container)
+    return Problem(f"The pod {pod} has a problem ({reason}){detail}.", remedy)
 
 
 def _roles(status: Mapping[str, Any]) -> Iterator[Part]:

@@ -147,7 +147,9 @@ def _trouble(
     if scheduled.get("status") == "False":
         return _sentence(scheduled.get("reason", "Unschedulable"), scheduled.get("message", ""))
     for one in containers:
-        waiting = one.get("state", {}).get("waiting")
+        waiting, ended = (one.get("state", {}).get(name) or {} for name in ("waiting", "terminated"))
+        if ended.get("exitCode"):  # until Kubernetes starts it again
+            return _sentence(ended.get("reason") or "Error", ended.get("message", ""))
         if waiting and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
             # The termination message of the last run says more than "back-off restarting".
             last = one.get("lastState", {}).get("terminated") or {}

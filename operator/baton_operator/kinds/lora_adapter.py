@@ -77,6 +77,7 @@ class LoraAdapterStatus(Part):
     """Ready pods that list the adapter."""
 
     conditions: Conditions = []
-    """Active: requests can use the adapter. Reasons: LoadedOnAllPods, PartlyLoaded, Loading, LoadFailed,
-    NoReadyPods, FilesNotReachable, ServiceNotFound, ServiceInvalid, EngineNotSupported, AdaptersNotEnabled,
-    NameConflict, and Unloading after the object was deleted."""
+    """Active: workers have the adapter. Routers see it within two seconds and answer 404 until then.
+    Reasons: LoadedOnAllPods, PartlyLoaded, Loading, LoadFailed, NoReadyPods, FilesNotReachable,
+    ServiceNotFound, ServiceInvalid, EngineNotSupported, AdaptersNotEnabled, NameConflict, and Unloading after
+    the object was deleted."""

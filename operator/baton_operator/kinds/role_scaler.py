@@ -60,11 +60,12 @@ class RoleScalerStatus(Part):
     """Label selector of those pods, as a HorizontalPodAutoscaler needs it."""
 
     conditions: Conditions = []
-    """Bound: the service exists and uses spec.replicas. The other conditions describe the autoscaler's last
-    decision, and are absent with autoscaling.mode Disabled. ScalingActive: it is by metrics. Reasons without
-    metrics: MetricsHeld (the number is kept) and MetricsFallback (after onMetricsLoss.holdDuration,
-    fallbackReplicas applies). ScalingLimited: a limit keeps the role below the number it needs. Reasons:
-    AtMaximum, GpuBudget, CapacityExhausted, OtherRole."""
+    """Bound: the service exists and uses spec.replicas. Reasons of others: NoService, ServiceInvalid (its
+    spec is refused), OtherName (it uses another RoleScaler), NotScaled (the role has no scaling). The other
+    conditions describe the autoscaler's last decision, and are absent with autoscaling.mode Disabled.
+    ScalingActive: it is by metrics. Reasons without metrics: MetricsHeld (the number is kept) and
+    MetricsFallback (after onMetricsLoss.holdDuration, fallbackReplicas applies). ScalingLimited: a limit
+    keeps the role below the number it needs. Reasons: AtMaximum, GpuBudget, CapacityExhausted, OtherRole."""
 
     scaling: ScalingStatus | None = None
     """Last decision of the operator's autoscaler. Absent with autoscaling.mode Disabled."""

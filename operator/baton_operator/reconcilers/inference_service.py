@@ -63,7 +63,7 @@ class InferenceServiceReconciler:
             plan = plan_service(cluster, self.defaults, now)
         except ValueError as error:
             await self._write_status(cluster, *report.rejected_status(cluster, error, now))
-            await self._write_scaler_status(scalers, None, scaled=_is_scaled(service))
+            await self._write_scaler_status(scalers, None, scaled=_is_scaled(service), refused=str(error))
             return self.resync_s
         plan = self.rollouts.admit(plan, cluster)
         assert plan.state is not None
@@ -124,7 +124,7 @@ class InferenceServiceReconciler:
         self.publish(owner.namespace, owner.name, status, spec.objectives if spec else None)
 
     async def _write_scaler_status(
-        self, scalers: Sequence[Manifest], state: ServiceState | None, *, scaled: bool
+        self, scalers: Sequence[Manifest], state: ServiceState | None, *, scaled: bool, refused: str = ""
     ) -> None:
         now = self.clock()
         for earlier in scalers:
@@ -133,7 +133,7 @@ class InferenceServiceReconciler:
             scaler = self.reader.cache.get(ROLE_SCALER, metadata["namespace"], metadata["name"]) or earlier
             if "deletionTimestamp" in scaler["metadata"]:
                 continue
-            status = report.scaler_status(scaler, state, now, scaled=scaled)
+            status = report.scaler_status(scaler, state, now, scaled=scaled, refused=refused)
             if patch := merge_patch(scaler.get("status", {}), status):
                 await self.api.write_status(scaler, patch, shared=True)
 

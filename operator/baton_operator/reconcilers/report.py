@@ -91,8 +91,9 @@ def _facts(cluster: ClusterState, state: ServiceState, roles: Status, unmet: str
         message, enough = _pods_message(cluster, state, name, roles[name])
         reason = "AllReady" if enough else "SomeMissing"
         facts.append(Fact(f"{name.capitalize()}Ready", enough, reason, message))
-    message, _ = _pods_message(cluster, state, "router", roles["router"])
-    facts.append(Fact("RouterReady", routers > 0, "SomeReady" if routers else "NoneReady", message))
+    message, enough = _pods_message(cluster, state, "router", roles["router"])
+    reason = "NoneReady" if not routers else "AllReady" if enough else "SomeReady"
+    facts.append(Fact("RouterReady", routers > 0, reason, message))
     if state.spec.exposure.type == "HTTPRoute":
         route = cluster.find(exposure.GATEWAY_API, "HTTPRoute", cluster.owner.name)
         facts.append(exposure.route_fact(cluster.owner, state.spec.exposure, route))
@@ -141,9 +142,10 @@ def _availability(state: ServiceState, routers: int) -> Fact:
         return Fact("Available", False, "Suspended", "spec.suspend is true.")
     if not any(state.targets.values()):
         return Fact("Available", False, "ScaledToZero", "The desired number of workers is 0.")
-    if not routers:
-        return Fact("Available", False, "NoRouter", "No router is ready.")
     wanted, serving = state.target.name, _current(state)
+    no_router = Fact("Available", False, "NoRouter", "No router is ready.")
+    if serving and not routers:
+        return no_router
     if serving == wanted:
         return Fact("Available", True, "Serving", f"Revision {serving} serves requests.")
     if serving:
@@ -156,7 +158,11 @@ def _availability(state: ServiceState, routers: int) -> Fact:
         return Fact("Available", False, "ModelMissing", state.model.message)
     if GROUP_API in state.unsupported:
         return Fact("Available", False, "ApiMissing", _missing(state))
-    name = _lacking(state, wanted) or "decode"
+    # Routers become ready with the first workers, so missing workers are the cause.
+    name = _lacking(state, wanted)
+    if name is None and not routers:
+        return no_router
+    name = name or "decode"
     return Fact("Available", False, f"No{name.capitalize()}", f"No {name} worker is ready.")
 
 
@@ -188,10 +194,8 @@ def _progress(cluster: ClusterState, state: ServiceState) -> Fact:
     if refused := _refused(cluster, of_it):
         return Fact("Progressing", True, "PodsRefused", refused[0])
     if trouble := _trouble([pod for pod in cluster.pods if pod.revision == fate.revision]):
-        unschedulable = any(one.startswith("Unschedulable") for one in trouble)
-        return Fact(
-            "Progressing", True, "InsufficientCapacity" if unschedulable else "PodTrouble", trouble[0]
-        )
+        reason = "InsufficientCapacity" if trouble[0].startswith("Unschedulable") else "PodTrouble"
+        return Fact("Progressing", True, reason, trouble[0])
     return Fact("Progressing", True, "RollingOut", f"Workers of revision {fate.revision} are starting.")
 
 
@@ -216,9 +220,13 @@ def _refused(cluster: ClusterState, workloads: Iterable[Key]) -> list[str]:
 
 
 def _trouble(pods: Sequence[Pod]) -> list[str]:
-    """Problems of these pods. Those of finished pods count only without problems of running ones."""
-    present = {pod.trouble for pod in pods if pod.trouble and not pod.finished}
-    ended = {pod.trouble for pod in pods if pod.trouble and pod.finished}
+    """
+    Problems of these pods. Those of finished pods count only without problems of running ones, and those of
+    pods that are being deleted, such as the pods of a spec that was corrected, not at all.
+    """
+    troubled = [pod for pod in pods if pod.trouble and not pod.terminating]
+    present = {pod.trouble for pod in troubled if not pod.finished}
+    ended = {pod.trouble for pod in troubled if pod.finished}
     return sorted(present or ended)
 
 
@@ -348,12 +356,13 @@ def _revision(cluster: ClusterState, one: RevisionState, fate: RevisionPlan) -> 
 
 
 def scaler_status(
-    scaler: Manifest, state: ServiceState | None, now: float, *, scaled: bool
+    scaler: Manifest, state: ServiceState | None, now: float, *, scaled: bool, refused: str = ""
 ) -> dict[str, Any]:
     """
     Return the whole status of a RoleScaler.
 
-    `state`: the state of its service; None if the service does not exist or its spec is refused.
+    `state`: the state of its service; None if the service does not exist, or if its spec is refused:
+    `refused` says why.
     `scaled`: whether the autoscaler writes there, too. What it wrote stays.
     """
     spec, metadata = scaler["spec"], scaler["metadata"]
@@ -364,7 +373,7 @@ def scaler_status(
         selecting[WORKER_INDEX] = LEADER
     before = scaler.get("status", {})
     known = before.get("conditions", ())
-    conditions, _ = written([_bound(scaler, state)], known, metadata.get("generation", 0), now)
+    conditions, _ = written([_bound(scaler, state, refused)], known, metadata.get("generation", 0), now)
     status: Status = {}
     if scaled:
         conditions = updated(known, conditions)
@@ -378,13 +387,14 @@ def scaler_status(
     }
 
 
-def _bound(scaler: Manifest, state: ServiceState | None) -> Fact:
+def _bound(scaler: Manifest, state: ServiceState | None, refused: str) -> Fact:
     service, role = scaler["spec"]["serviceName"], scaler["spec"]["role"]
     named = names.role(service, role)
+    if refused:
+        message = f"The spec of the InferenceService {service} is refused: {refused}"
+        return Fact("Bound", False, "ServiceInvalid", message)
     if state is None:
-        return Fact(
-            "Bound", False, "NoService", f"InferenceService {service} does not exist, or its spec is refused."
-        )
+        return Fact("Bound", False, "NoService", f"The InferenceService {service} does not exist.")
     if scaler["metadata"]["name"] != named:
         return Fact("Bound", False, "OtherName", f"{service} uses the RoleScaler {named}.")
     existing = role_scalers.roles(state.spec).get(role)

@@ -138,4 +138,6 @@ def _fetched_by_pods(cluster: ClusterState, files: ModelFiles, revision: str) ->
     first = min(pods, key=lambda pod: (pod.created, pod.name)).note if pods else ""
     pin: str = existing["data"][PIN_KEY] if existing else first
     fetched = sorted({pod.note for pod in pods} | ({pin} if pin else set()))
-    return ModelFetch("Present", revision=", ".join(fetched), pin=pin if files.pinned else "")
+    # Not "Fetching": that would keep the pods, which fetch, from starting.
+    message = "Each worker's pod fetches the files when it starts." if files.fetched else ""
+    return ModelFetch("Present", message, revision=", ".join(fetched), pin=pin if files.pinned else "")

@@ -159,6 +159,47 @@ TROUBLES: list[tuple[str, dict[str, Any], list[Any], list[str]]] = [
 ]
 
 
+FETCHING: dict[str, Any] = {
+    "name": "fetch",
+    "lastState": {"terminated": {"exitCode": 2, "reason": "Error", "message": "The hub did not answer.\n"}},
+    "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s restarting"}},
+}
+BETWEEN_STARTS: dict[str, Any] = {"name": "fetch", "state": FETCHING["lastState"]}
+
+
+def initial(container: dict[str, Any], phase: str = "Pending", **metadata: str) -> dict[str, Any]:
+    return {
+        "metadata": {"name": "chat-0", **metadata},
+        "status": {"phase": phase, "initContainerStatuses": [container]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("container", "reason", "flags"),
+    [(FETCHING, "CrashLoopBackOff", " --previous"), (BETWEEN_STARTS, "Error", "")],
+    ids=["waits", "has ended"],
+)
+def test_container_that_fails_is_named_with_its_last_words(
+    container: dict[str, Any], reason: str, flags: str
+) -> None:
+    (problem,) = report.status_of_service(service(SERVING), [initial(container)]).problems
+    assert problem.message == f"The pod chat-0 has a problem ({reason}): The hub did not answer."
+    assert problem.remedy.endswith(f"kubectl -n models logs chat-0 -c fetch{flags}.")
+
+
+def test_pods_that_others_replace_are_no_trouble() -> None:
+    pods = [initial(FETCHING, deletionTimestamp="now"), initial(BETWEEN_STARTS, phase="Failed")]
+    assert report.status_of_service(service(SERVING), pods).well
+
+
+@pytest.mark.parametrize(
+    "remedy", [report.LOOK, *report.CONDITION_REMEDIES.values(), *report.POD_REMEDIES.values()]
+)
+def test_command_of_a_remedy_has_the_namespace(remedy: str) -> None:
+    """It is pasted where the namespace is another one."""
+    assert remedy.count("kubectl ") == remedy.count("kubectl -n {namespace} ")
+
+
 @pytest.mark.parametrize(
     ("given", "pods", "words"), [case[1:] for case in TROUBLES], ids=[c[0] for c in TROUBLES]
 )

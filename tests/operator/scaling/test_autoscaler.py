@@ -276,7 +276,7 @@ async def test_refused_spec_keeps_what_the_autoscaler_wrote(service: Scaled) -> 
     await service.inside.reconcile(service.name)
     after = await service.scaler("prefill")
     assert after == before and {one["type"] for one in after["status"]["conditions"]} == set(NEW)
-    assert await service.condition("prefill", "Bound") == "False NoService"
+    assert await service.condition("prefill", "Bound") == "False ServiceInvalid"
     off = {**refused, "prefill": {}, "decode": {}, "autoscaling": {"mode": "Disabled"}}
     await service.cluster.put(off, service.name)
     await service.inside.reconcile(service.name)
