@@ -84,7 +84,7 @@ images: ## build the images of operator, router and worker by BUILDER (docker), 
 
 # REGISTRY is the images' registry, such as ghcr.io/ORGANIZATION; RELEASE is the tag in git, such as v0.2.0, or empty.
 release: $(VENV)/dev ## build and check packages, chart, custom resources, bills of materials and images in build/release
-	$(PYTHON) -m checks.release build/release --registry '$(REGISTRY)' --tag '$(RELEASE)' --builder '$(BUILDER)'
+	$(PYTHON) -m checks.release build/release --registry '$(REGISTRY)' --tag '$(RELEASE)' --builder '$(BUILDER)' $(if $(BASE),--base '$(BASE)')
 
 login: ## log in to REGISTRY as REGISTRY_USER with REGISTRY_PASSWORD
 	@printf %s "$$REGISTRY_PASSWORD" | $(BUILDER) login --username "$$REGISTRY_USER" --password-stdin $(firstword $(subst /, ,$(REGISTRY)))

@@ -38,7 +38,7 @@ IMAGES: Mapping[str, Sequence[str]] = {
 """Extras that `images/Dockerfile` installs into each image."""
 
 BASE = "python:3.11-slim"
-"""Base of the images. A release names it by its digest."""
+"""Base of the images, unless another one is named. A release names it by its digest."""
 
 
 class ReleaseError(Exception):
@@ -170,16 +170,40 @@ def bills(folder: Path) -> None:
         (folder / f"baton-{name}-{__version__}.cdx.json").write_text(f"{text_of_bill}\n")
 
 
-def images(builder: str, registry: str) -> str:
-    """Build the images on a base that is named by its digest. Returns what was done, or why it was not."""
+def images(builder: str, registry: str, base: str) -> list[str]:
+    """
+    Build the images on a base that is named by its digest, and run each one.
+
+    A base that was never in a registry has no digest: it is used as it is, and the result says so.
+
+    Returns:
+        A line for each image with its size and digest, or why none was built.
+    """
     if shutil.which(builder) is None:
-        return f"images: not built, {builder} is not installed"
+        return [f"images: not built, {builder} is not installed"]
     if subprocess.run([builder, "info"], capture_output=True, check=False).returncode:
-        return f"images: not built, {builder} reaches no daemon here"
-    run(builder, "pull", BASE)
-    digest = run(builder, "image", "inspect", "--format", "{{index .RepoDigests 0}}", BASE).strip()
-    run("make", "images", f"BUILDER={builder}", f"REGISTRY={registry}", f"BASE={digest}")
-    return f"images: {', '.join(IMAGES)} with the tag {__version__}, on {digest}"
+        return [f"images: not built, {builder} reaches no daemon here"]
+    refused = ""
+    try:
+        run(builder, "pull", base)
+    except ReleaseError as error:
+        refused = str(error).splitlines()[-1]
+    try:
+        digests = json.loads(run(builder, "image", "inspect", "--format", "{{json .RepoDigests}}", base))
+    except ReleaseError:
+        return [f"images: not built, {base} is not here and cannot be pulled: {refused}"]
+    on = digests[0] if digests else base
+    run("make", "images", f"BUILDER={builder}", f"REGISTRY={registry}", f"BASE={on}")
+    origin = "" if digests else ", which has no digest because it is in no registry"
+    lines = [f"images with the tag {__version__}, on {on}{origin}:"]
+    for name in IMAGES:
+        image = f"{registry}/baton-{name}:{__version__}".lstrip("/")
+        printed = run(builder, "run", "--rm", "--network=none", image, "version").strip()
+        if printed != __version__:
+            raise ReleaseError(f"The image {image} says that it is {printed!r}, not {__version__}.")
+        size, identity = run(builder, "image", "inspect", "--format", "{{.Size}} {{.Id}}", image).split()
+        lines.append(f"{int(size):>13,}  {identity}  {image}")
+    return lines
 
 
 def sums(folder: Path) -> list[str]:
@@ -210,6 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--registry", default="", help="of the images, such as ghcr.io/ORGANIZATION")
     parser.add_argument("--tag", default="", help="of the release, such as v0.2.0; it must fit")
+    parser.add_argument("--base", default=BASE, help="of the images")
     parser.add_argument("--builder", default="docker", help="program that builds images; empty: build none")
     given = parser.parse_args(arguments)
     shutil.rmtree(given.folder, ignore_errors=True)
@@ -222,11 +247,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chart(given.folder, given.registry)
         resources(given.folder)
         bills(given.folder)
-        built = images(given.builder, given.registry) if given.builder else "images: not built, as asked"
+        built = ["images: not built, as asked"]
+        if given.builder:
+            built = images(given.builder, given.registry, given.base)
     except ReleaseError as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"{DISTRIBUTION} {__version__} in {given.folder}:", *sums(given.folder), built, sep="\n")
+    print(f"{DISTRIBUTION} {__version__} in {given.folder}:", *sums(given.folder), *built, sep="\n")
     return 0
 
 

@@ -81,6 +81,50 @@ def test_release_bills_list_what_the_images_install() -> None:
     assert installed == dict(release.IMAGES)
 
 
+BUILDER = """#!/bin/sh
+echo "$*" >>"$0.log"
+case "$1 $2" in
+  pull*) echo "no route to the registry" >&2; exit {pull} ;;
+  "image inspect")
+    case "$*" in *RepoDigests*) echo '{digests}'; exit {inspect} ;; *) echo 1234567 sha256:12 ;; esac ;;
+  run*) echo {version} ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("pull", "inspect", "digests", "base", "says"),
+    [
+        (0, 0, '["python@sha256:ab"]', "python@sha256:ab", "on python@sha256:ab:"),
+        (1, 0, "[]", "own/base:1", "on own/base:1, which has no digest"),
+        (1, 1, "", "", "not built, own/base:1 is not here and cannot be pulled: `"),
+    ],
+    ids=["pulled", "made here", "neither"],
+)
+def test_release_builds_images_on_the_base_that_there_is(
+    tmp_path: Path, pull: int, inspect: int, digests: str, base: str, says: str
+) -> None:
+    builder = tmp_path / "builder"
+    builder.write_text(BUILDER.format(pull=pull, inspect=inspect, digests=digests, version=__version__))
+    builder.chmod(0o755)
+    first, *lines = release.images(str(builder), "", "own/base:1")
+    assert says in first
+    calls = Path(f"{builder}.log").read_text().splitlines()
+    built = [one for one in calls if one.startswith("build")]
+    assert len(built) == len(lines) == (3 if base else 0)
+    assert all(f"BASE={base}" in one for one in built)
+    if not base:
+        assert "no route to the registry" in first
+
+
+def test_release_refuses_an_image_of_another_version(tmp_path: Path) -> None:
+    builder = tmp_path / "builder"
+    builder.write_text(BUILDER.format(pull=0, inspect=0, digests="[]", version="0.1.0"))
+    builder.chmod(0o755)
+    with pytest.raises(ReleaseError, match="says that it is"):
+        release.images(str(builder), "", "own/base:1")
+
+
 @pytest.mark.slow
 def test_release_is_built_and_its_sums_are_right(tmp_path: Path) -> None:
     if not (shutil.which("helm") or (Path.home() / ".cache/baton-cluster/bin/helm").exists()):

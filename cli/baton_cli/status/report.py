@@ -226,7 +226,7 @@ def _of_pod(pod: Mapping[str, Any], namespace: str) -> Iterator[Problem]:
         return  # others take its place
     for condition in status.get("conditions") or ():
         if condition.get("reason") == "Unschedulable":
-            yield _pod_problem(metadata["name"], "Unschedulable", condition.get("message"))
+            yield _pod_problem(metadata["name"], "Unschedulable", condition.get("message", ""))
     for container in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
         state, before = container.get("state") or {}, container.get("lastState") or {}
         waiting, ended = state.get("waiting") or {}, state.get("terminated") or {}
@@ -237,15 +237,13 @@ def _of_pod(pod: Mapping[str, Any], namespace: str) -> Iterator[Problem]:
             reason, message = "Error", ended.get("message") or f"exit code {ended['exitCode']}"
         elif waiting.get("reason") in POD_REMEDIES:
             # The last words of the container say more than "back-off restarting".
-            reason, message = waiting["reason"], last.get("message") or waiting.get("message")
+            reason, message = waiting["reason"], last.get("message") or waiting.get("message", "")
         else:
             continue
         yield _pod_problem(metadata["name"], reason, message, namespace, container.get("name", ""))
 
 
-def _pod_problem(
-    pod: str, reason: str, message: str | None, namespace: str = "", container: str = ""
-) -> Problem:
+def _pod_problem(pod: str, reason: str, message: str, namespace: str = "", container: str = "") -> Problem:
     detail = f": {' '.join(message[:300].split()).rstrip('.')}" if message else ""
     remedy = POD_REMEDIES[reason].format(pod=pod, namespace=namespace, container=container)
     return Problem(f"The pod {pod} has a problem ({reason}){detail}.", remedy)
