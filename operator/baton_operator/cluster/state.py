@@ -147,7 +147,8 @@ def _trouble(
     if scheduled.get("status") == "False":
         return _sentence(scheduled.get("reason", "Unschedulable"), scheduled.get("message", ""))
     for one in containers:
-        waiting, ended = (one.get("state", {}).get(name) or {} for name in ("waiting", "terminated"))
+        state = one.get("state", {})
+        waiting, ended = state.get("waiting"), state.get("terminated") or {}
         if ended.get("exitCode"):  # until Kubernetes starts it again
             return _sentence(ended.get("reason") or "Error", ended.get("message", ""))
         if waiting and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
