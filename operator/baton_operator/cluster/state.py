@@ -148,9 +148,9 @@ def _trouble(
         return _sentence(scheduled.get("reason", "Unschedulable"), scheduled.get("message", ""))
     for one in containers:
         state = one.get("state", {})
-        waiting, ended = state.get("waiting"), state.get("terminated") or {}
-        if ended.get("exitCode"):  # until Kubernetes starts it again
-            return _sentence(ended.get("reason") or "Error", ended.get("message", ""))
+        waiting, last_run = state.get("waiting"), state.get("terminated") or {}
+        if last_run.get("exitCode"):  # until Kubernetes starts it again
+            return _sentence(last_run.get("reason") or "Error", last_run.get("message", ""))
         if waiting and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
             # The termination message of the last run says more than "back-off restarting".
             last = one.get("lastState", {}).get("terminated") or {}
