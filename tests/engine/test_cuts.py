@@ -61,7 +61,7 @@ def values_of(matrix: Quantized) -> Tensor:
 
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("form", (*STORED, Format.MXFP4), ids=lambda form: form.name)
+@pytest.mark.parametrize("form", (*STORED, Format.IQ4_NL, Format.MXFP4), ids=lambda form: form.name)
 def test_part_of_blocks_has_the_numbers_of_the_whole(form: Format, cut: Cut) -> None:
     whole = random_blocks(OUTPUTS, INPUTS, form, torch.Generator().manual_seed(1))
     part = cut.of_blocks(whole.parts[0], INPUTS)

@@ -77,6 +77,7 @@ def random_blocks(outputs: int, inputs: int, form: Format, generator: torch.Gene
     values, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType(form)]
     blocks = torch.randint(0, 256, (outputs * inputs // values, size), generator=generator, dtype=torch.uint8)
     steps = {Format.Q4_K: 15 * 32, Format.Q5_K: 31 * 32, Format.Q6_K: 32 * 64, Format.Q8_0: 128}
+    steps[Format.IQ4_NL] = 127
     step = steps.get(form, 31 if form in (Format.Q5_0, Format.Q5_1) else 15)
     scale = torch.rand(len(blocks), 1, generator=generator) * 2 / inputs**0.5 / step
     bits = scale.to(torch.float16).view(torch.uint8)

@@ -76,7 +76,7 @@ def float8(group: int) -> Callable[[int, int, torch.Generator], Example]:
 
 
 MATRICES: dict[str, tuple[Callable[[int, int, torch.Generator], Example], int]] = {
-    **{form.name: (stored(form), form.block) for form in (*STORED, Format.MXFP4)},
+    **{form.name: (stored(form), form.block) for form in (*STORED, Format.IQ4_NL, Format.MXFP4)},
     **{
         f"{form.name} in groups of {group or 'a row'}": (grouped(form, group), group or 32)
         for form in (Format.INT4, Format.Q4_0, Format.Q8_0)

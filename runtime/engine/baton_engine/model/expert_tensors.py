@@ -20,8 +20,7 @@ from torch import Tensor
 from baton_api.errors import SetupError
 from baton_engine.model.cuts import Cut
 from baton_engine.model.families import BY_ARCHITECTURE
-from baton_engine.model.gguf import NO_EXPONENT
-from baton_engine.quantized import Format, Quantized, pack_float4
+from baton_engine.quantized import NO_EXPONENT, Format, Quantized, pack_float4
 from baton_engine.spec import ModelSpec
 
 if TYPE_CHECKING:

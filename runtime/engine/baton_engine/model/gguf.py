@@ -26,19 +26,6 @@ ALIGNMENT = 32
 """Default alignment of tensor data in bytes; `general.alignment` overrides it."""
 DIMENSIONS_LIMIT = 4
 STRING, ARRAY = 8, 9
-SCALES = {
-    "Q4_0": slice(2),
-    "Q4_1": slice(4),
-    "Q5_0": slice(2),
-    "Q5_1": slice(4),
-    "Q8_0": slice(2),
-    "Q4_K": slice(4),
-    "Q5_K": slice(4),
-    "Q6_K": slice(-2, None),
-}
-"""Bytes of the float16 scales in a block, by format."""
-NO_EXPONENT = 255
-"""The exponent in a block of MXFP4 that stands for NaN."""
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Format characters of `struct`, by GGUF's type numbers."""
 
@@ -119,15 +106,14 @@ class GGUFFile:
         import numpy
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-        kind = GGMLQuantizationType(self.tensors[name].type)
-        blocks = rows.numpy().reshape(-1, GGML_QUANT_SIZES[kind][1])
-        if kind is GGMLQuantizationType.MXFP4:
-            scales = numpy.where(blocks[:, 0] == NO_EXPONENT, numpy.nan, 1)
-        else:
-            scales = numpy.ascontiguousarray(blocks[:, SCALES[kind.name]]).view(numpy.float16)
+        from baton_engine.quantized import Format
+
+        form = Format(self.tensors[name].type)
+        blocks = rows.numpy().reshape(-1, GGML_QUANT_SIZES[GGMLQuantizationType(form)][1])
+        scales = form.scales(blocks)
         if (invalid := scales[~numpy.isfinite(scales)]).size:
             raise SetupError(
-                f"{self.path}: tensor {name} in {kind.name} has a scale that is {invalid[0]}. The file is "
+                f"{self.path}: tensor {name} in {form.name} has a scale that is {invalid[0]}. The file is "
                 "damaged. Download it again."
             )
 
