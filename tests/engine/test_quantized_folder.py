@@ -17,7 +17,7 @@ from baton_api.errors import SetupError
 from baton_engine.batch import Batch
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
-from baton_engine.model.scheme import scheme_of
+from baton_engine.model.schemes import scheme_of
 from baton_engine.quantized import Quantized
 from tests.engine.models import make_model
 from tests.engine.test_cpu_ops import CPU, ROWS, filled_cache, rows_of
@@ -220,7 +220,7 @@ def test_quantized_experts_have_the_checkpoints_numbers(tmp_path: Path, variant:
 REFUSED: dict[str, tuple[Any, str]] = {
     "an unknown method": (
         {"quant_method": "bitsandbytes"},
-        "'bitsandbytes' are not supported.*fp8, gptq, awq",
+        "'bitsandbytes' are not supported.*awq, compressed-tensors, fp8, gptq",
     ),
     "no method": ({}, "quantized by 'None'"),
     "no object": ("int8", "quantization_config is 'int8'"),

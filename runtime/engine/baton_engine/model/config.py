@@ -14,7 +14,7 @@ from typing import Any, Literal
 from baton_api.errors import SetupError
 from baton_engine.model.families import BY_ARCHITECTURE, HEADLESS, MULTIMODAL
 from baton_engine.model.family import ModelFamily
-from baton_engine.model.scheme import scheme_of
+from baton_engine.model.schemes import scheme_of
 from baton_engine.spec import ModelSpec, RopeScaling, checked, mscale
 
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
