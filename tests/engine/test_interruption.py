@@ -12,8 +12,8 @@ from torch import Tensor
 
 from baton_engine.batch import Batch, PassInterrupted
 from baton_engine.forward_pass import ScheduledChunk, schedule
-from baton_engine.interruption import PassInterruption
 from baton_engine.kv.cache import KVCache
+from baton_engine.pass_pipeline import PassInterruption
 from baton_engine.scheduling.scheduler import YIELDS
 from baton_engine.scheduling.sequence import Sequence
 from tests.engine.fake_model import FakeModel

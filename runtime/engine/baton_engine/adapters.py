@@ -61,11 +61,11 @@ class AdapterRegistry:
 
     def list(self, adapters: Iterable[LoadedAdapter]) -> None:
         """Replace all adapters by these, which another process has loaded."""
-        self._adapters = {one.name: one for one in adapters}
+        self._adapters = {adapter.name: adapter for adapter in adapters}
 
     def of_digest(self, digest: str) -> LoadedAdapter | None:
         """Return an adapter with the same files, of any name."""
-        return next((one for one in self._adapters.values() if one.digest == digest), None)
+        return next((adapter for adapter in self._adapters.values() if adapter.digest == digest), None)
 
     async def load(self, name: str, path: str, *, in_place: bool = False) -> LoadedAdapter:
         """
@@ -104,7 +104,7 @@ class AdapterRegistry:
         async with self._lock:
             if name not in self._adapters:
                 raise AdapterNotFound(f"The lora adapter '{name[:NAME_LIMIT]}' cannot be found.")
-            self._adapters = {other: one for other, one in self._adapters.items() if other != name}
+            self._adapters = {other: adapter for other, adapter in self._adapters.items() if other != name}
         log.info("unloaded adapter %s", name)
 
     async def load_all(self, modules: Sequence[str]) -> None:

@@ -216,9 +216,9 @@ class Stream:
         """Return the next output. Only the first one has fields about the prompt, so others are joined."""
         output = self.outputs.popleft()
         if self.together and self.begun and self.outputs:
-            rest, last = [output, *self.outputs], self.outputs[-1]
+            outputs, last = [output, *self.outputs], self.outputs[-1]
             self.outputs.clear()
-            output = replace(last, tokens=tuple(token for one in rest for token in one.tokens))
+            output = replace(last, tokens=tuple(token for output in outputs for token in output.tokens))
         self.begun = True
         return output
 

@@ -29,20 +29,17 @@ from baton_engine.batch import PassInterrupted
 from baton_engine.devices import release_memory
 from baton_engine.failures import EngineFailed, PassFailures
 from baton_engine.forward_pass import ScheduledChunk
-from baton_engine.interruption import PassInterruption
 from baton_engine.kv.block_pool import BlockPool
 from baton_engine.kv.cache import KVCache
 from baton_engine.kv.events import KvEvents, KvSnapshot
-from baton_engine.lifecycle import Lifecycle, log_fields
+from baton_engine.lifecycle import Lifecycle, PassResults, log_fields
 from baton_engine.metrics.counters import EngineCounters, EngineSnapshot
 from baton_engine.metrics.step_log import BatchLog
 from baton_engine.model.decoder import Model
-from baton_engine.pass_pipeline import LaunchedPass, PassPipeline
-from baton_engine.pass_results import PassResults
+from baton_engine.pass_pipeline import LaunchedPass, PassInterruption, PassPipeline
 from baton_engine.requests import Fetch, FetchResult, FinishReason, LentBlocks, Output, Request
 from baton_engine.sampling.token_masks import MaskFiller
 from baton_engine.scheduling import limits as admission
-from baton_engine.scheduling.commands import Command, CommandQueue
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.scheduler import Scheduler, StepPlan
 from baton_engine.scheduling.sequence import Sequence, Stage
@@ -54,6 +51,43 @@ from baton_engine.tiers.tier import Tier, TierPrefix, Tiers
 __all__ = ["Engine", "EngineLimits"]
 
 log = logging.getLogger(__name__)
+
+Command = Callable[[], None]
+
+
+class CommandQueue:
+    """Commands in order of arrival. The engine's thread takes them between two steps."""
+
+    def __init__(self) -> None:
+        self._wake = threading.Condition()
+        self._commands: list[Command] = []
+        self._closed = False
+
+    def post(self, command: Command) -> bool:
+        """Append a command and wake the thread. False if the queue is closed."""
+        with self._wake:
+            if self._closed:
+                return False
+            self._commands.append(command)
+            self._wake.notify()
+            return True
+
+    def close(self) -> None:
+        """Stop the thread; commands still in the queue are dropped."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+
+    def take(self, *, wait: bool) -> list[Command] | None:
+        """Return all commands, at least one if `wait`; None after the queue was closed."""
+        with self._wake:
+            while wait and not self._commands and not self._closed:
+                self._wake.wait()
+            if self._closed:
+                return None
+            commands, self._commands = self._commands, []
+            return commands
+
 
 Result = TypeVar("Result")
 
@@ -396,7 +430,7 @@ class Engine:
             return
         request, fetch, source = sequence.request, sequence.fetch, sequence.source
         assert fetch is not None
-        whole = self._scheduler.fetched(sequence, fetched.arrived, fetched.unsafe)
+        complete = self._scheduler.fetched(sequence, fetched.arrived, fetched.unsafe)
         if fetched.unsafe:
             self._counters.add_quarantined(fetched)
             if source is request.remote:  # a peer's read is given up early: `check_quarantine`
@@ -406,7 +440,7 @@ class Engine:
             self._lifecycle.forget(sequence)
         elif source is not request.remote:
             self._after_read(sequence, fetch, fetched)
-        elif fetched.first is not None and whole:
+        elif fetched.first is not None and complete:
             request.cached_tokens, request.peer_tokens = fetched.cached_tokens, fetched.peer_tokens
             request.tier_tokens = fetched.tier_tokens
             before = fetch.start_block * self._cache.block_size

@@ -75,11 +75,11 @@ class GraphModel:
         """Number of batches that these passes computed."""
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        place = bisect_left(self.rows, batch.size)
-        if place == len(self.rows) or not self._passes.fits(self.rows[place], batch):
+        index = bisect_left(self.rows, batch.size)
+        if index == len(self.rows) or not self._passes.fits(self.rows[index], batch):
             return self._model.forward(batch, cache)
         self.replays += 1
-        return self._passes.replay(self.rows[place], batch)[: batch.size]
+        return self._passes.replay(self.rows[index], batch)[: batch.size]
 
     def interrupt(self) -> None:
         self._model.interrupt()

@@ -10,19 +10,22 @@ published.
 
 No pass is launched ahead if a queued request may be admitted, a prompt is not yet computed, or blocks are
 missing. Then the scheduler plans the next pass, after the host has read the last one.
+
+On CPUs, a request that arrives may end a pass of patient sequences early: `PassInterruption`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
 from torch import Tensor
 
-from baton_engine.batch import Batch
+from baton_engine.batch import Batch, PassInterrupted
 from baton_engine.forward_pass import (
     PassResult,
     ScheduledChunk,
@@ -37,7 +40,7 @@ from baton_engine.sampling import sampler
 from baton_engine.sampling.sampler import Selection
 from baton_engine.sampling.state import SamplingState
 from baton_engine.sampling.token_masks import Mask, MaskFiller
-from baton_engine.scheduling.scheduler import Scheduler, StepPlan
+from baton_engine.scheduling.scheduler import YIELDS, Scheduler, StepPlan
 from baton_engine.scheduling.sequence import Sequence, Stage
 from baton_engine.streams import Event, copied
 
@@ -82,6 +85,39 @@ class LaunchedPass:
     def running_chunks(self) -> list[ScheduledChunk]:
         """The chunks whose results count."""
         return [chunk for index, chunk in enumerate(self.chunks) if self.runs(index)]
+
+
+class PassInterruption:
+    """Decides which passes a request may end. After `YIELDS` in a row, patient sequences get a whole one."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._allowed = False
+        self._in_a_row = 0
+
+    @contextlib.contextmanager
+    def during(self, chunks: list[ScheduledChunk]) -> Iterator[None]:
+        """Return a context in which a pass of `chunks` is computed. Used on the engine's thread."""
+        patient = [chunk.sequence.request.patient for chunk in chunks]
+        self._allowed = all(patient) and self._in_a_row < YIELDS
+        try:
+            yield
+        except PassInterrupted:
+            self._in_a_row += 1
+            raise
+        finally:
+            self._allowed = False
+        if any(patient):
+            self._in_a_row = 0
+
+    def interrupt_for(self, sequence: Sequence | None) -> None:
+        """
+        End the pass in progress if a command about `sequence` need not wait for it. Called on any thread.
+
+        A pass that begins just now is not always ended.
+        """
+        if sequence is not None and not sequence.request.patient and self._allowed:
+            self._model.interrupt()
 
 
 class PassPipeline:

@@ -204,9 +204,9 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
     async with contextlib.AsyncExitStack() as stack:
         at_start = free_bytes(device)
         loaded = await asyncio.to_thread(_load, settings, name, device, dtype, progress, stack)
-        kept = kv_dtype(settings.kv_cache_dtype, loaded.spec, device, dtype)
+        cache_dtype = kv_dtype(settings.kv_cache_dtype, loaded.spec, device, dtype)
         limits = _limits(settings, loaded, device)
-        cache = _open_cache(settings, loaded, limits, dtype, kept, device, at_start)
+        cache = _open_cache(settings, loaded, limits, dtype, cache_dtype, device, at_start)
         tracing = _open_tracing(settings, name, stack)
         publisher = _open_publisher(settings, cache, stack)
         grammars = stack.enter_context(contextlib.closing(Grammars(loaded.tokenizer)))
@@ -232,7 +232,7 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
                 loaded.spec,
                 dtype,
                 loaded.weights_digest,
-                kv_dtype=kept,
+                kv_dtype=cache_dtype,
                 products=loaded.model.sums if isinstance(loaded.model, NativeDecoder) else ONE_ORDER,
             ),
             transfer=transfer,
@@ -253,20 +253,20 @@ def _open_cache(
     loaded: _LoadedModel,
     limits: EngineLimits,
     dtype: torch.dtype,
-    kept: torch.dtype,
+    cache_dtype: torch.dtype,
     device: torch.device,
     at_start: int | None,
 ) -> KVCache:
-    """Open the cache in the data type `kept`. That of a draft model has `dtype`."""
+    """Open the cache in the data type `cache_dtype`. That of a draft model has `dtype`."""
     gpu, model = device.type == "cuda", loaded.model
     working = capture_limits(settings, model).memory if gpu else 0
 
     def measure() -> int:
         part = model.part if isinstance(model, ParallelModel) else model
-        return working_memory(part, limits, kept, device, DevicePeak(device)) if gpu else 0
+        return working_memory(part, limits, cache_dtype, device, DevicePeak(device)) if gpu else 0
 
     if isinstance(model, ParallelModel):
-        model.connect(limits if gpu else None, kept, measure)
+        model.connect(limits if gpu else None, cache_dtype, measure)
         largest = model.working
     else:
         largest = measure()
@@ -283,10 +283,10 @@ def _open_cache(
     )
     if not isinstance(model, ParallelModel):
         beside = block_bytes(loaded.draft.spec, dtype) if loaded.draft else 0
-        return open_cache(settings, loaded.spec, kept, device, memory, beside)
+        return open_cache(settings, loaded.spec, cache_dtype, device, memory, beside)
     part, memory = model.part.spec, model.budget(memory)
-    beside = 0 if gpu else (settings.tensor_parallel_size - 1) * block_bytes(part, kept)
-    return open_cache(settings, part, kept, device, memory, beside, model.open_cache)
+    beside = 0 if gpu else (settings.tensor_parallel_size - 1) * block_bytes(part, cache_dtype)
+    return open_cache(settings, part, cache_dtype, device, memory, beside, model.open_cache)
 
 
 def _open_tracing(
@@ -331,9 +331,9 @@ def _capture(
         captures = replace(captures, memory=left, seconds=seconds, adapter_rank=0)  # drafts have none
         draft = with_graphs(loaded.draft, drafts, limits, captures, taken), drafts
         models.append(draft[0])
-    for one in models:
-        if isinstance(one, GraphModel):
-            stack.callback(one.close)
+    for captured in models:
+        if isinstance(captured, GraphModel):
+            stack.callback(captured.close)
     return model, draft
 
 

@@ -69,10 +69,10 @@ def largest_passes(limits: EngineLimits) -> list[list[BatchRow]]:
     """
     generating = min(limits.max_running, max(1, limits.chunk_tokens - BLOCK_SIZE))
     others = [BatchRow([0], BLOCK_SIZE - 1, [1], 1) for _ in range(generating)]
-    whole, shared = limits.prompt_tokens(0), limits.prompt_tokens(generating)
+    alone, shared = limits.prompt_tokens(0), limits.prompt_tokens(generating)
     if limits.whole_prompts:
-        return [[_prompt(whole, limits)]]
-    passes = [[_prompt(whole, limits)], [_prompt(max(shared, BLOCK_SIZE), limits), *others]]
+        return [[_prompt(alone, limits)]]
+    passes = [[_prompt(alone, limits)], [_prompt(max(shared, BLOCK_SIZE), limits), *others]]
     if limits.results > generating + 1:
         passes.append([BatchRow([0], BLOCK_SIZE - 1, [1], 1)] * limits.results)
     return passes

@@ -1,20 +1,24 @@
-"""Everything that one worker's API serves, assembled at startup."""
+"""Everything that one worker's API serves, assembled at startup, and the chat format of its model."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from baton_api.keys import Keys
 from baton_api.workers import Load
 from baton_engine.adapters import AdapterRegistry
-from baton_engine.api.chat_format import ChatFormat, chat_format_of
 from baton_engine.api.exchange import History, new_history
 from baton_engine.api.http import RequestDrain
 from baton_engine.api.parameters import Defaults, Vocabulary
+from baton_engine.api.parsing.reasoning.formats import ReasoningFormat, format_of
+from baton_engine.api.parsing.tools import families
+from baton_engine.api.parsing.tools.family import ToolFamily
+from baton_engine.api.parsing.tools.toolbox import Toolbox
 from baton_engine.api.running import Running
+from baton_engine.api.template.templates import Templates, templates_of
 from baton_engine.client import AsyncEngine, EngineClient
 from baton_engine.grammar.grammars import MatcherSource
 from baton_engine.metrics.exposition import ApiMetrics, Sample
@@ -24,6 +28,39 @@ from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.requests import RemotePrefill
 from baton_engine.settings import WorkerSettings
 from baton_engine.tracing import WorkerTracing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatFormat:
+    """The templates of a model, and its formats of reasoning and tool calls."""
+
+    templates: Templates
+    reasoning: ReasoningFormat | None
+    """None if reasoning stays in the text."""
+    tools: ToolFamily
+    tokens: Mapping[str, int]
+    """Ids of the tokens that grammars match as one, by their text."""
+
+    def describes_tools(self, toolbox: Toolbox | None) -> bool:
+        """Return whether messages must describe the tools, because the template would ignore them."""
+        return self.tools is families.GENERIC and not self.templates.knows_tools(toolbox is not None)
+
+
+def chat_format_of(tokenizer: Tokenizer, settings: WorkerSettings) -> ChatFormat:
+    """
+    Determine the chat format from the settings and, where they are empty, from the chat template.
+
+    Raises SetupError for an invalid template or an unknown parser.
+    """
+    templates = templates_of(tokenizer, settings.chat_template)
+    sources = list(templates.by_name.values())
+    detected = next(filter(None, map(families.detect, sources)), "")
+    return ChatFormat(
+        templates=templates,
+        reasoning=format_of(settings.reasoning_parser, sources, tokenizer.response_template),
+        tools=families.family(settings.tool_call_parser or detected),
+        tokens=tokenizer.added_tokens,
+    )
 
 
 class OtherProcesses:

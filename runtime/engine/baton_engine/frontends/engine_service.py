@@ -63,7 +63,7 @@ class EngineService(OtherProcesses):
     async def samples(self) -> list[Sample]:
         """The metrics of all frontends."""
         await self._ask(lambda number: messages.Report(number))
-        return [*self.past, *(sample for one in self.connections for sample in one.samples)]
+        return [*self.past, *(sample for connection in self.connections for sample in connection.samples)]
 
     async def requests(self) -> list[dict[str, Any]]:
         """The latest requests of all frontends, as `Exchange.body`."""
@@ -100,10 +100,10 @@ class EngineService(OtherProcesses):
         self, question: Callable[[int], messages.Message], seconds: float = REPLY_S
     ) -> list[Reply]:
         """Ask all frontends. One that does not reply in time, or ends, has an empty reply."""
-        asked = [one.ask(question) for one in self.connections if one.serving.is_set()]
-        if asked:
-            await asyncio.wait(asked, timeout=seconds)
-        return [one.result() for one in asked if one.done()]
+        replies = [connection.ask(question) for connection in self.connections if connection.serving.is_set()]
+        if replies:
+            await asyncio.wait(replies, timeout=seconds)
+        return [reply.result() for reply in replies if reply.done()]
 
 
 def summed(samples: Sequence[Sample]) -> list[Sample]:
@@ -118,7 +118,11 @@ def summed(samples: Sequence[Sample]) -> list[Sample]:
 def adapters_of(registry: AdapterRegistry) -> tuple[Adapter, ...]:
     """The adapters as messages name them."""
     loaded = [registry.get(name) for name in registry.names]
-    return tuple(Adapter(one.name, one.path, one.digest, one.rank) for one in loaded if one is not None)
+    return tuple(
+        Adapter(adapter.name, adapter.path, adapter.digest, adapter.rank)
+        for adapter in loaded
+        if adapter is not None
+    )
 
 
 class FrontendConnection(LinkProtocol):

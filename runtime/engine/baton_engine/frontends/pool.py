@@ -58,7 +58,7 @@ class FrontendPool:
     async def serve(self, hello: Hello) -> None:
         """Let all frontends serve; return when they do. Raises SetupError if one cannot."""
         self._hello.set_result(hello)
-        all_ready = asyncio.gather(*(one.wait() for one in self._ready))
+        all_ready = asyncio.gather(*(event.wait() for event in self._ready))
         try:
             async with asyncio.timeout(START_S):
                 waits: list[asyncio.Future[Any]] = [all_ready, *self._tasks]

@@ -124,7 +124,10 @@ class Frontend:
 
     def _list(self, adapters: tuple[Adapter, ...]) -> None:
         self.served.adapters.list(
-            [LoadedAdapter(one.name, one.path, one.digest, one.rank, None) for one in adapters]
+            [
+                LoadedAdapter(adapter.name, adapter.path, adapter.digest, adapter.rank, None)
+                for adapter in adapters
+            ]
         )
 
     async def _drain(self, number: int, seconds: float) -> None:
@@ -169,8 +172,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link, listening = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     logs.begin(logs.read_format(sys.argv[3]), sys.argv[4])
-    for one in (link, listening):
-        one.setblocking(False)
+    for connected in (link, listening):
+        connected.setblocking(False)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run(link, listening))
 

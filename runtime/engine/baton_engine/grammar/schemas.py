@@ -242,23 +242,23 @@ class _Writer:
             path = f"{at}/{_escaped(key)}"
             if key in ("properties", "patternProperties"):
                 written[key] = {
-                    name: self._value(one, f"{path}/{_escaped(name)}") for name, one in inner.items()
+                    name: self._value(part, f"{path}/{_escaped(name)}") for name, part in inner.items()
                 }
             elif key in IN_PLACE:
                 written[key] = written.get(key, []) + [
                     self.schema(
-                        one,
+                        part,
                         f"{path}/{position}",
                         around[f"{key}/{position}"],
                         parts if key == "allOf" or parts is None else {*parts},
                     )
-                    for position, one in enumerate(inner)
+                    for position, part in enumerate(inner)
                 ]
             elif key in REFERENCES:
                 self._refer(inner, path, around[key], written, parts)
             elif key == "prefixItems" or (key == "items" and isinstance(inner, list)):
                 written["prefixItems"] = [
-                    self._value(one, f"{path}/{position}") for position, one in enumerate(inner)
+                    self._value(part, f"{path}/{position}") for position, part in enumerate(inner)
                 ]
                 if key == "items" and "additionalItems" in value:
                     written["items"] = self._value(value["additionalItems"], f"{at}/additionalItems")
@@ -289,13 +289,13 @@ class _Writer:
 
         Alternatives do not count for one another, but all count for a schema that is always required.
         """
-        parts = {key: [self._listed(one) for one in value.get(key, ())] for key in IN_PLACE}
+        parts = {key: [self._listed(part) for part in value.get(key, ())] for key in IN_PLACE}
         parts |= {key: [self._listed({"$ref": value[key]})] for key in REFERENCES if key in value}
         united = {key: _united(lists) for key, lists in parts.items()}
         around = {"self": _united([beside, *united.values()])}
-        own = _united([beside, self._own(value)])
+        listed = _united([beside, self._own(value)])
         for key, lists in parts.items():
-            around[key] = _united([own, *(names for other, names in united.items() if other != key)])
+            around[key] = _united([listed, *(names for other, names in united.items() if other != key)])
             for position in range(len(lists)):
                 others = lists[:position] + lists[position + 1 :] if key == "allOf" else ()
                 around[f"{key}/{position}"] = _united([around[key], *others])
@@ -310,7 +310,7 @@ class _Writer:
         names = (*value.get("properties", {}), *value.get("required", ()))
         conditional = [value.get(key, True) for key in CONDITIONS]
         conditional += value.get("dependentSchemas", {}).values()
-        return _united([names, *(self._listed(one) for one in conditional)])
+        return _united([names, *(self._listed(part) for part in conditional)])
 
     def _listed(self, value: Any) -> Names:
         """Return the properties that `value` and its parts list. None if one of them allows others."""
@@ -494,13 +494,15 @@ class _Mender:
         if not (reason := self._error(schema)):
             return
         keys = [key for key in self._keys if key in schema and schema.keys() != {"$ref"}]
-        one = next((key for key in keys if not self._error(_without(schema, {key}))), None)
+        culprit = next((key for key in keys if not self._error(_without(schema, {key}))), None)
         if not self._lenient:
             path = self._places.get(id(schema), "")
-            raise SchemaError(f"{_at(path if one is None else f'{path}/{_escaped(one)}')}{reason}{REMEDY}")
+            raise SchemaError(
+                f"{_at(path if culprit is None else f'{path}/{_escaped(culprit)}')}{reason}{REMEDY}"
+            )
         several = (keys[: count + 1] for count in range(len(keys)))
         culprits = next((part for part in several if not self._error(_without(schema, set(part)))), [])
-        for key in culprits if one is None else [one]:
+        for key in culprits if culprit is None else [culprit]:
             del schema[key]
             if key == "patternProperties":  # their names are not known any more
                 schema.pop("additionalProperties", None)
@@ -535,15 +537,15 @@ def _shallow(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_assertions(pattern: Any) -> str:
     """Return a regular expression without look-around and word boundaries: it matches more texts."""
-    kept: list[str] = []
+    parts: list[str] = []
     depth = 0
     """Of parentheses within look-around."""
     for part in REGEX.findall(str(pattern)):
         if depth or part.startswith(LOOK_AROUND):
             depth += part.startswith("(") - (part == ")")
         elif part not in (r"\b", r"\B"):
-            kept.append(part)
-    return "".join(kept)
+            parts.append(part)
+    return "".join(parts)
 
 
 def _several(schema: Mapping[str, Any]) -> bool:
@@ -559,7 +561,7 @@ def _joins(schema: Any, *, several: bool = False) -> bool:
     several = several or _several(schema)
     if several and schema.keys() & {*REFERENCES}:
         return True
-    return any(_joins(one, several=several) for key in IN_PLACE for one in schema.get(key, ()))
+    return any(_joins(part, several=several) for key in IN_PLACE for part in schema.get(key, ()))
 
 
 def _inner(schema: Mapping[str, Any]) -> Iterator[Any]:
@@ -585,26 +587,26 @@ def _walk(value: Any, path: str) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _resolved(start: tuple[Any, str], pointer: str) -> tuple[Any, str] | None:
-    place, path = start
+    found, path = start
     for step in pointer[1:].split("/"):
         name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(place, dict) and name in place:
-            place = place[name]
-        elif isinstance(place, list) and name.isdecimal() and int(name) < len(place):
-            place = place[int(name)]
+        if isinstance(found, dict) and name in found:
+            found = found[name]
+        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
         else:
             return None
         path = f"{path}/{step}"
-    return (place, path) if isinstance(place, dict | bool) else None
+    return (found, path) if isinstance(found, dict | bool) else None
 
 
 def _united(lists: Iterable[Names]) -> Names:
-    names: dict[str, None] = {}
-    for one in lists:
-        if one is None:
+    united: dict[str, None] = {}
+    for names in lists:
+        if names is None:
             return None
-        names |= dict.fromkeys(one)
-    return tuple(names)
+        united |= dict.fromkeys(names)
+    return tuple(united)
 
 
 def _inexact(value: Any) -> bool:

@@ -156,18 +156,18 @@ class SummedRegistry(CollectorRegistry):
             values = sums.setdefault(family, {})
             key = name, tuple(labels.items())
             values[key] = values.get(key, 0.0) + value
-        for one in self._registry.collect():
-            added = sums.get(one.name, {})
+        for metric in self._registry.collect():
+            added = sums.get(metric.name, {})
             samples = [
                 sample._replace(
                     value=sample.value + added.pop((sample.name, tuple(sample.labels.items())), 0.0)
                 )
-                for sample in one.samples
+                for sample in metric.samples
             ]
-            one.samples = samples + [
+            metric.samples = samples + [
                 PrometheusSample(name, dict(labels), value) for (name, labels), value in added.items()
             ]
-            yield one
+            yield metric
 
 
 class CertificateCollector(Collector):

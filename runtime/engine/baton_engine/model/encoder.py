@@ -98,7 +98,10 @@ def encoder_spec(checkpoint: Checkpoint) -> EncoderSpec | None:
         return None
     path = checkpoint.path / "config.json"
     config = read_json(path)
-    name = next((one for one in config.get("architectures") or () if one in ARCHITECTURES), None)
+    name = next(
+        (architecture for architecture in config.get("architectures") or () if architecture in ARCHITECTURES),
+        None,
+    )
     if name is None:
         return None
     try:
@@ -282,9 +285,9 @@ class EncoderWeights:
         self._prefix = spec.format.prefix if marker in self._source.shapes else ""
         shapes = self._shapes(spec)
         for name, shape in shapes.items():
-            held = self._source.shapes.get(name)
-            if held != shape:
-                present = "no such tensor" if held is None else f"shape {list(held)}"
+            stored_shape = self._source.shapes.get(name)
+            if stored_shape != shape:
+                present = "no such tensor" if stored_shape is None else f"shape {list(stored_shape)}"
                 raise SetupError(
                     f"{checkpoint.path}: the configuration of {spec.model.architecture} requires the tensor "
                     f"{name} of shape {list(shape)}, but the checkpoint has {present}."

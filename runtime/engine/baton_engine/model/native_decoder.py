@@ -4,7 +4,8 @@ The decoder in C: one native call computes all layers of a forward pass.
 On a CPU, a step of a small model takes a few milliseconds. torch's operator calls and thread hand-overs
 double that time, and torch has no attention over KV blocks. `baton_engine.ops.native` therefore computes
 whole passes of decode rows and prefill chunks. It releases the interpreter lock. The weights are packed and
-stored once; tied embeddings are read from the packed head.
+stored once; tied embeddings are read from the packed head. Each row of a pass has its own LoRA adapter, or
+none (`lora.h`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import ctypes
 import logging
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,8 +23,7 @@ from baton_engine import machine
 from baton_engine.batch import Batch, PassInterrupted
 from baton_engine.kv.cache import KVCache
 from baton_engine.lending import Cores, Seat
-from baton_engine.model.lora import LoraWeights
-from baton_engine.model.native_lora import NativeAdapter, adapter_pointers
+from baton_engine.model.lora import FUSED, LoraWeights, low_rank_linears, projection_shapes
 from baton_engine.model.native_weights import WeightLoader
 from baton_engine.model.rope import Rotary
 from baton_engine.model.stored_weights import (
@@ -330,4 +330,75 @@ def native_decoder(
     cores = Cores(threads or torch.get_num_threads(), seat)
     return NativeDecoder(
         spec, weights, dtype, kernel_library, cores, products_of(kernel_library, environment)
+    )
+
+
+MOST_PARTS = 3
+
+
+class _Part(ctypes.Structure):
+    """`struct low_rank_part` of lora.h."""
+
+    _fields_ = (
+        ("b", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("start", "outputs", "first_rank", "rank")),
+    )
+
+
+class _Source(ctypes.Structure):
+    """`struct low_rank_source` of lora.h."""
+
+    _fields_ = (
+        ("a", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("rank", "inputs", "outputs", "parts")),
+        ("part", _Part * MOST_PARTS),
+    )
+
+
+class NativeAdapter:
+    """A packed adapter. Its memory is freed with the last reference."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: LoraWeights,
+        dtype: torch.dtype,
+        kernel_library: ctypes.CDLL,
+        model: ctypes.c_void_p,
+    ) -> None:
+        """`model` is the handle of the decoder. Raises MemoryError."""
+        sizes = {part: size for _, part, _, size in projection_shapes(spec).values()}
+        outputs = [
+            sizes[linear] if linear in sizes else sum(sizes[part] for part in parts)
+            for linear, parts in FUSED.items()
+        ]
+        sources = (_Source * (spec.layers * len(FUSED)))()
+        tensors = []  # referenced until the library has copied them
+        for number, layer in enumerate(weights.layers):
+            linears = low_rank_linears(spec, layer, dtype, torch.device("cpu"))
+            tensors.append(linears)
+            for position, name in enumerate(FUSED):
+                if (linear := linears.get(name)) is None:
+                    continue
+                source = sources[number * len(FUSED) + position]
+                source.a = linear.a.data_ptr()
+                source.rank, source.inputs = linear.a.shape
+                source.outputs, source.parts = outputs[position], len(linear.outputs)
+                for index, part in enumerate(linear.outputs):
+                    source.part[index] = _Part(
+                        part.b.data_ptr(), part.start, len(part.b), part.rank, part.b.shape[1]
+                    )
+        handle = kernel_library.baton_adapter_create(model, sources)
+        if not handle:
+            raise MemoryError("no memory for the adapter")
+        self.handle = ctypes.c_void_p(handle)
+        weakref.finalize(self, kernel_library.baton_adapter_destroy, self.handle)
+
+
+def adapter_pointers(adapters: Sequence[NativeAdapter | None]) -> ctypes.Array[ctypes.c_void_p] | None:
+    """Return the adapters of a pass's rows as `struct pass` has them; None if no row has one."""
+    if not any(adapters):
+        return None
+    return (ctypes.c_void_p * len(adapters))(
+        *(None if adapter is None else adapter.handle for adapter in adapters)
     )

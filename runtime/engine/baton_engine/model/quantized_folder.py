@@ -56,7 +56,9 @@ class QuantizedFolder:
         if (matrix := self._matrices.get(tensor)) is None:
             return self._plain.stored_bytes(self._others[tensor])
         suffixes = (self._scheme.packed, *self._scheme.beside)
-        return sum(self._plain.stored_bytes(f"{matrix.base}{one}") for one in suffixes if matrix.has(one))
+        return sum(
+            self._plain.stored_bytes(f"{matrix.base}{suffix}") for suffix in suffixes if matrix.has(suffix)
+        )
 
     def format(self, tensor: str) -> str:
         return self._scheme.title if tensor in self._matrices else self._plain.format(self._others[tensor])

@@ -199,11 +199,11 @@ class Ranks:
                 self._group = group
             if self._failed.is_set():  # before there was a group whose operations could be ended
                 raise RuntimeError("a rank has failed")
-            own = Connected(working=measure(), free=None)
+            rank0 = Connected(working=measure(), free=None)
         except (OSError, RuntimeError) as error:
             self._failed.wait(REASON_S)
             raise SetupError(f"Tensor parallelism cannot start: {self._failure or error}") from error
-        return [own, *(self._receive(other, Connected) for other in self._others)]
+        return [rank0, *(self._receive(other, Connected) for other in self._others)]
 
     def allocate(self, blocks: int, dtype: torch.dtype) -> None:
         """Allocate the KV blocks of all other ranks. Raises SetupError."""
@@ -231,7 +231,7 @@ class Ranks:
         if self._failed.is_set():
             on_failure(self._failure)
 
-    def compute(self, message: AnyPass, own: Callable[[], Tensor], streams: Streams) -> Tensor:
+    def compute(self, message: AnyPass, compute_part: Callable[[], Tensor], streams: Streams) -> Tensor:
         """
         Send `message` to all other ranks, and compute rank 0's part on `streams`. Raises RankFailed.
 
@@ -239,7 +239,7 @@ class Ranks:
         """
         try:
             self.post(message)
-            result, ended = own(), streams.record()
+            result, ended = compute_part(), streams.record()
             with self._pass_watch.limit():
                 ended.wait()
             if self._failed.is_set():
@@ -435,22 +435,22 @@ class ParallelModel:
     @property
     def working(self) -> int:
         """Return the bytes that the largest pass needs on the device where it needs most."""
-        return max(one.working for one in self._connected)
+        return max(rank.working for rank in self._connected)
 
     @property
     def pools(self) -> RankPools:
         """The KV blocks of the other ranks, for one transfer."""
         return RankPools(self.ranks)
 
-    def budget(self, own: MemoryBudget) -> MemoryBudget:
+    def budget(self, rank0: MemoryBudget) -> MemoryBudget:
         """Return the memory for KV blocks. GPUs: that of the fullest one. A CPU: all ranks share it."""
         others = self._loaded
-        if not own.gpu:
-            return replace(own, weights=own.weights + sum(other.weights for other in others))
+        if not rank0.gpu:
+            return replace(rank0, weights=rank0.weights + sum(other.weights for other in others))
         return replace(
-            own,
-            at_start=_least([own.at_start, *(other.at_start for other in others)]),
-            free=_least([own.free, *(other.free for other in self._connected)]),
+            rank0,
+            at_start=_least([rank0.at_start, *(other.at_start for other in others)]),
+            free=_least([rank0.free, *(other.free for other in self._connected)]),
         )
 
 

@@ -164,11 +164,11 @@ class Scheduler:
             return True
         if self._refused is None:
             return False
-        refused, available, running, fetching, held = self._refused
+        refused, available, running, fetching, held_count = self._refused
         return (
             head is refused
             and self.pool.available <= available
-            and (len(self.running), len(self.fetching), len(self.held)) == (running, fetching, held)
+            and (len(self.running), len(self.fetching), len(self.held)) == (running, fetching, held_count)
         )
 
     def reserve(self, sequence: Sequence, tokens: int) -> int:

@@ -124,10 +124,10 @@ def common_length(
         if size > times.reach(tokens):
             break
         gain += sum(chances)
-        chances = [chance * each for chance, each in zip(chances, acceptances, strict=True)]
-        each = (times.of(size) + count * draft_times.of(rows)) / (tokens + gain)
-        if each < least:
-            best, least = count, each
+        chances = [chance * rate for chance, rate in zip(chances, acceptances, strict=True)]
+        token_s = (times.of(size) + count * draft_times.of(rows)) / (tokens + gain)
+        if token_s < least:
+            best, least = count, token_s
     return best
 
 
@@ -155,9 +155,9 @@ def allot(chances: Sequence[Sequence[float]], tokens: int, times: PassTimes) -> 
             heapreplace(heap, (-row[counts[index]], index))
         else:
             heappop(heap)
-        each = (times.of(tokens + len(order)) + times.delay) / (tokens + gain)
-        if each < least:
-            best, least = len(order), each
+        token_s = (times.of(tokens + len(order)) + times.delay) / (tokens + gain)
+        if token_s < least:
+            best, least = len(order), token_s
     for index in order[best:]:
         counts[index] -= 1
     return counts

@@ -109,12 +109,12 @@ class DraftModel:
                 # Two are missing after a draft that was right to its end: all results, for a captured pass.
                 results = (len(tokens) if len(tokens) <= 2 else 1) if last else 0
                 rows[sequence] = _row(sequence, tokens, state.filled, results)
-        logits, place, complete = self._forward(list(rows.values())), 0, []
+        logits, row_end, complete = self._forward(list(rows.values())), 0, []
         for sequence, row in rows.items():
             self._fill(sequence, _state(sequence), row.context)
-            place += row.wanted
+            row_end += row.wanted
             if row.wanted:
-                complete.append((sequence, logits[place - 1]))
+                complete.append((sequence, logits[row_end - 1]))
         return complete
 
     def _forward(self, rows: list[BatchRow]) -> Tensor:

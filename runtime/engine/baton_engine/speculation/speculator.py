@@ -1,10 +1,14 @@
 """
-Planning of drafts: which generating sequences compute draft tokens in the next pass, and how many.
+Drafts: which generating sequences compute draft tokens in the next pass, how many, and which are accepted.
 
 The engine samples each position from its logits with the state of the sequence, as in a step of its own. It
 continues with the next position only if the sampled token is the draft token. So an answer is a sample of the
 model's distribution, with drafts and without. Both have the same bits if those of a token's logits do not
 depend on the other tokens of its pass (`NativeDecoder.exact_rows`).
+
+Positions are sampled one after the other, each with the state that the tokens before it left: random numbers
+by position, penalties, token masks and the minimum length. The first token that is not the draft's is still a
+result of the model; the results after it are dropped.
 """
 
 from __future__ import annotations
@@ -13,15 +17,15 @@ import logging
 from collections import abc
 from collections.abc import Callable
 
+from baton_engine import forward_pass
 from baton_engine.forward_pass import PassResult, Sampled, ScheduledChunk
 from baton_engine.metrics.counters import EngineCounters
 from baton_engine.prompt_lookup import AcceptanceRates, Lookup
 from baton_engine.sampling.token_masks import MaskFiller
 from baton_engine.scheduling.scheduler import Scheduler, StepPlan
-from baton_engine.scheduling.sequence import Sequence
+from baton_engine.scheduling.sequence import Sequence, Stage
 from baton_engine.speculation.costs import PassTimes, allot, common_length
 from baton_engine.speculation.draft_model import DraftModel
-from baton_engine.speculation.verification import verify
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +120,10 @@ class Speculator:
         acceptances = [draft_model.acceptance(sequence) for sequence in limits]
         longest = max(limits.values())
         count = common_length(acceptances, longest, len(decodes), self.times, draft_model.times)
-        wanted = [(one, self._scheduler.reserve(one, min(count, limit))) for one, limit in limits.items()]
+        wanted = [
+            (sequence, self._scheduler.reserve(sequence, min(count, limit)))
+            for sequence, limit in limits.items()
+        ]
         wanted = [(sequence, granted) for sequence, granted in wanted if granted]
         try:
             drafts = draft_model.draft(wanted) if wanted else {}
@@ -151,3 +158,39 @@ class Speculator:
             if draft := sequence.lookup.propose(most):
                 proposals.append((sequence, draft, sequence.lookup.chances(len(draft))))
         return proposals
+
+
+def verify(
+    chunks: abc.Sequence[ScheduledChunk],
+    result: PassResult,
+    mask_filler: MaskFiller,
+    take: Callable[[Sequence, Sampled], None],
+) -> int:
+    """
+    Sample the positions after accepted draft tokens. Returns the number of accepted tokens.
+
+    The tokens after the pending ones were already added to their sequences. `take` is called for each
+    accepted draft token with the token sampled after it, and adds that one to the sequence, or ends it.
+    """
+    live = list(zip(chunks, result.rows, strict=True))
+    accepted = ahead = 0
+    while live := [(chunk, row) for chunk, row in live if _accepts(chunk, ahead)]:
+        ahead += 1
+        accepted += len(live)
+        rows = [row + ahead for _, row in live]
+        states = [chunk.sequence.sampling_state for chunk, _ in live]
+        sampled = forward_pass.sample_rows(result.logits, rows, states, mask_filler)
+        for (chunk, _), choice in zip(live, sampled, strict=True):
+            take(chunk.sequence, choice)
+    return accepted
+
+
+def _accepts(chunk: ScheduledChunk, ahead: int) -> bool:
+    """Return whether the last token of a sequence that still generates is its draft token `ahead`."""
+    sequence = chunk.sequence
+    return (
+        ahead < len(chunk.draft)
+        and sequence.stage is Stage.RUNNING
+        and sequence.speculates
+        and sequence.request.output[-1] == chunk.draft[ahead]
+    )

@@ -59,14 +59,14 @@ class Compatibility:
             for field in fields(spec)
             if field.name not in BYTES_DO_NOT_DEPEND_ON
         }
-        kind, kept = (str(each).removeprefix("torch.") for each in (dtype, kv_dtype or dtype))
+        kind, cache_kind = (str(given).removeprefix("torch.") for given in (dtype, kv_dtype or dtype))
         return cls(
             {
                 "protocol": str(PROTOCOL),
                 **model,
                 "weights": weights,
                 "dtype": kind,
-                "kv dtype": "fp8" if kv_dtype == FLOAT8_CACHE else kept,
+                "kv dtype": "fp8" if kv_dtype == FLOAT8_CACHE else cache_kind,
                 "products": products,
                 "block size": str(block_size),
                 "layout": LAYOUT if spec.latent is None else LATENT_LAYOUT,

@@ -18,7 +18,6 @@ from baton_engine.api import parameters, structured_output
 from baton_engine.api.chat.answer import ChatShape
 from baton_engine.api.chat.messages import read_content
 from baton_engine.api.chat.prompt import ChatPrompt, read_prompt
-from baton_engine.api.chat_format import ChatFormat
 from baton_engine.api.fields import Fields
 from baton_engine.api.logprobs import token_name
 from baton_engine.api.parameters import unsupported
@@ -31,7 +30,7 @@ from baton_engine.api.parsing.reasoning.formats import (
 )
 from baton_engine.api.parsing.tools.request import reject_forced_call
 from baton_engine.api.prompts import check_text
-from baton_engine.api.served import Served
+from baton_engine.api.served import ChatFormat, Served
 from baton_engine.api.work import Work, fit, read_max_tokens
 
 UNSUPPORTED = ("audio", "web_search_options")

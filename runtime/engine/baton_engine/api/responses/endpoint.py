@@ -79,8 +79,8 @@ class OwnMemory:
         if any(isinstance(item, dict) and item.get("type") == response_items.REFERENCE for item in given):
             items = [msgspec.json.encode(item) for item in given]
             references = response_items.references(items)
-            kept = self.store.items(self.owner, set(references.values()))
-            items = resolved(items, references, kept)
+            stored_items = self.store.items(self.owner, set(references.values()))
+            items = resolved(items, references, stored_items)
             size = sum(map(len, items))
             if size > limits.BODY.most:
                 raise BodyTooLarge(limits.BODY.most)
