@@ -25,7 +25,16 @@ def test_timeout_is_several_times_the_prediction(predicted: float, seconds: floa
 
 
 def grant(timeout: float, step_s: float = 0.01) -> Grant:
-    return Grant(1, "127.0.0.1:1", "", "", b"", timeout, step_s, has_alternative=True)
+    return Grant(
+        number=1,
+        decode="127.0.0.1:1",
+        prefill="",
+        control="",
+        summary=b"",
+        first_token_timeout_s=timeout,
+        step_s=step_s,
+        has_alternative=True,
+    )
 
 
 TOKENS: dict[str, tuple[Grant, int | None, float]] = {

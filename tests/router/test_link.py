@@ -61,7 +61,13 @@ class FakePicker:
         if self.error is not None:
             raise self.error
         self._number += 1
-        grant = Grant(self._number, "127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", b"why")
+        grant = Grant(
+            number=self._number,
+            decode="127.0.0.1:1",
+            prefill="127.0.0.1:2",
+            control="127.0.0.1:3",
+            summary=b"why",
+        )
         self.granted[grant.number] = grant
         return grant
 

@@ -14,6 +14,7 @@ from baton_api.prompt_report import PromptReport
 from baton_api.workers import Load, Role
 from baton_http.upstream import Upstream
 from baton_router.cache.prompt_chunks import PromptChunks, PromptMessage, chunk_messages, chunk_text
+from baton_router.requests.picker import PickRequest
 from baton_router.scheduling.placement import Placement, explain
 from baton_router.scheduling.placement_planner import PlacementPlanner
 from baton_router.workers.worker import Worker, Workers
@@ -40,7 +41,9 @@ class Cluster:
         self.now = 0.0
 
     def send(self, prompt: PromptChunks, *excluded: Worker) -> Placement:
-        placement = self.planner.plan("tiny", prompt, [one.name for one in excluded], self.now)
+        placement = self.planner.plan(
+            PickRequest(model="tiny", prompt=prompt, excluded=tuple(one.name for one in excluded)), self.now
+        )
         assert placement is not None
         self.planner.book(placement, self.now)
         return placement
@@ -190,7 +193,8 @@ def test_full_decode_worker_is_skipped_while_another_has_room() -> None:
 
 def test_plan_without_untried_workers_is_none_and_down_raises() -> None:
     cluster = Cluster(decodes=1, prefills=0)
-    assert cluster.planner.plan("tiny", text(1), [one.name for one in cluster.decodes], 0.0) is None
+    excluded = tuple(one.name for one in cluster.decodes)
+    assert cluster.planner.plan(PickRequest(model="tiny", prompt=text(1), excluded=excluded), 0.0) is None
     cluster.decodes[0].health = cluster.decodes[0].health.missed(1, "it is gone")
     with pytest.raises(NotReady):
         cluster.send(text(1))
@@ -306,14 +310,14 @@ def test_ended_request_keeps_the_size_of_its_prompt_only(ending: str) -> None:
     cluster = Cluster()
     prompt = text(1)
     placement = cluster.send(prompt)
-    assert placement.prompt is prompt and placement.assumed_chunks
+    assert placement.request.prompt is prompt and placement.assumed_chunks
     if ending != "lost":
         cluster.planner.began(placement, None, 1.0)
     cluster.planner.release(placement, 2.0, complete=ending == "whole")
     assert placement in cluster.planner.placements
     assert (
-        not placement.prompt.names
-        and len(placement.prompt.sizes) == 1
+        not placement.request.prompt.names
+        and len(placement.request.prompt.sizes) == 1
         and not placement.assumed_chunks
         and not placement.matched
     )

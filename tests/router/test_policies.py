@@ -7,9 +7,11 @@ from collections import Counter
 from typing import get_args
 
 import pytest
+from msgspec.structs import replace
 
 from baton_api.workers import Role
 from baton_router.cache.prompt_chunks import chunk_text
+from baton_router.requests.picker import PickRequest
 from baton_router.scheduling.placement import explain
 from baton_router.scheduling.placement_planner import PlacementPlanner
 from baton_router.scheduling.policies import POLICIES, LeastRequests, PredictedTime, RoutingPolicy
@@ -19,7 +21,7 @@ from tests.router.fake_worker import FakeWorker
 from tests.router.running import QUESTION, running_router
 from tests.router.test_placement_planner import worker
 
-PROMPT = chunk_text(b"A prompt of some length. " * 400, 7)
+REQUEST = PickRequest(model="tiny", prompt=chunk_text(b"A prompt of some length. " * 400, 7))
 
 
 def some_workers(decodes: int, prefills: int) -> Workers:
@@ -43,12 +45,12 @@ def test_policy_decides_between_a_cached_prefix_and_fewer_requests(
     now = 0.0
     for _ in range(3):  # the holder gets the prompt three times, and generates
         excluded = (names["the idle one"].name,)
-        placement = planner.plan("tiny", PROMPT, excluded, now)
+        placement = planner.plan(replace(REQUEST, excluded=excluded), now)
         assert placement is not None
         planner.book(placement, now)
         planner.began(placement, None, now + 1)
         now += 2
-    placement = planner.plan("tiny", PROMPT, (), now)
+    placement = planner.plan(REQUEST, now)
     assert placement is not None and placement.pair.decode is names[chosen]
 
 
@@ -63,7 +65,7 @@ def test_law_least_requests_are_spread_evenly(seed: int, pairs: bool) -> None:
     computing: Counter[str] = Counter({one.name: 0 for one in workers.prefill})
     for number in range(40):
         prompt = chunk_text(rng.randbytes(rng.randint(1, 20_000)), rng.randint(1, 3))
-        placement = planner.plan("tiny", prompt, (), float(number))
+        placement = planner.plan(PickRequest(model="tiny", prompt=prompt), float(number))
         assert placement is not None
         planner.book(placement, float(number))
         generating[placement.pair.decode.name] += 1
@@ -82,14 +84,14 @@ def test_slow_transfer_matters_to_predictions_and_not_to_counts(policy: RoutingP
     workers = some_workers(2, 1)
     near, far = workers.decode
     planner = PlacementPlanner(workers, random.Random(1), 0, policy=policy)
-    first = planner.plan("tiny", PROMPT, (far.name,), 0.0)
+    first = planner.plan(replace(REQUEST, excluded=(far.name,)), 0.0)
     assert first is not None
     planner.book(first, 0.0)
     candidates = planner.candidates("tiny", 0.0)
     assert candidates is not None
     for _ in range(100):
         candidates.transfers[0][candidates.decodes.index(far)].learn(first.tokens, 60.0)
-    second = planner.plan("tiny", PROMPT, (), 0.0)
+    second = planner.plan(REQUEST, 0.0)
     assert second is not None
     assert second.pair.decode is (near if isinstance(policy, PredictedTime) else far)
 
@@ -97,9 +99,7 @@ def test_slow_transfer_matters_to_predictions_and_not_to_counts(policy: RoutingP
 def test_prices_are_shown_in_the_unit_of_their_policy() -> None:
     workers = some_workers(2, 0)
     for policy, unit in ((PredictedTime(), "s"), (LeastRequests(), "requests")):
-        placement = PlacementPlanner(workers, random.Random(1), 512, policy=policy).plan(
-            "tiny", PROMPT, (), 0
-        )
+        placement = PlacementPlanner(workers, random.Random(1), 512, policy=policy).plan(REQUEST, 0)
         assert placement is not None
         assert explain(placement)["price_unit"] == unit
         assert all(shown.endswith(f" {unit}") for shown in placement.costs.split(";"))

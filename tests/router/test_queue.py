@@ -292,7 +292,9 @@ async def test_request_beside_a_batch_starts_at_once_planned_once() -> None:
             await cluster.computed(cluster.tasks[name].result())
         await cluster.send("batch", SHORT, priority_class="batch")
         assert cluster.placed == ["one", "two"] and len(cluster.queue) == 1
-        before = cluster.planner.plan("tiny", chunk_text(b"a question", 7), (), cluster.now)
+        before = cluster.planner.plan(
+            PickRequest(model="tiny", prompt=chunk_text(b"a question", 7)), cluster.now
+        )
         sending = cluster.queue.place(cluster.request(SHORT, priority_class="interactive"))
         with pytest.raises(StopIteration) as stopped:
             sending.send(None)
@@ -814,10 +816,14 @@ async def test_queue_waiting_request_is_not_planned_at_each_event() -> None:
         await cluster.send("first", LONG)
         for number in range(5):
             await cluster.send(f"{number}", LONG)
-        before = cluster.planner.plan("tiny", chunk_text(b"a question", 7), (), cluster.now)
+        before = cluster.planner.plan(
+            PickRequest(model="tiny", prompt=chunk_text(b"a question", 7)), cluster.now
+        )
         for _ in range(5):
             await cluster.pass_time(0.01)
-        after = cluster.planner.plan("tiny", chunk_text(b"a question", 7), (), cluster.now)
+        after = cluster.planner.plan(
+            PickRequest(model="tiny", prompt=chunk_text(b"a question", 7)), cluster.now
+        )
         assert before is not None and after is not None
         assert after.number == before.number + 1
 

@@ -15,6 +15,7 @@ from baton_api import metrics
 from baton_api.kv_events import BlockRemoved, BlockStored
 from baton_api.workers import Load, Role
 from baton_router.cache.tiers import MEDIA, Tier
+from baton_router.requests.picker import PickRequest
 from baton_router.scheduling.placement import Placement, explain
 from baton_router.scheduling.restoring import Restored, soonest
 from baton_router.workers.costs import (
@@ -121,7 +122,7 @@ class Tiered(Cluster):
 
     def plan(self) -> Placement:
         """Where the prompt would go; it is not sent."""
-        placement = self.planner.plan("tiny", self.prompt, (), self.now)
+        placement = self.planner.plan(PickRequest(model="tiny", prompt=self.prompt), self.now)
         assert placement is not None
         return placement
 

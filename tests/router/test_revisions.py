@@ -12,6 +12,7 @@ import pytest
 from baton_api.workers import Load, Role
 from baton_http.upstream import Upstream
 from baton_router.cache.prompt_chunks import PromptChunks, chunk_text
+from baton_router.requests.picker import PickRequest
 from baton_router.scheduling.placement import Placement
 from baton_router.scheduling.placement_planner import PlacementPlanner
 from baton_router.scheduling.revision_weights import AHEAD_LIMIT
@@ -41,7 +42,7 @@ class Cluster:
         self.now = 0.0
 
     def serve(self, prompt: PromptChunks, *excluded: str) -> Placement:
-        placement = self.planner.plan("tiny", prompt, excluded, self.now)
+        placement = self.planner.plan(PickRequest(model="tiny", prompt=prompt, excluded=excluded), self.now)
         assert placement is not None
         self.planner.book(placement, self.now)
         self.now += 0.1

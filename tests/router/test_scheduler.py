@@ -129,7 +129,7 @@ class Cluster:
             "in flight": sum(abs(worker.in_flight) for worker in self.seen),
             "waiting": len(scheduler.queue),
             "open": sum(scheduler._quotas.open(f"t{number}") for number in range(3)),
-            "reserved": len(scheduler._reserved),
+            "reserved": sum(one.reservation is not None for one in scheduler.planner.placements),
             "granted": len(scheduler._granted),
             "probed": sum(bool(worker.health.breaker.probe) for worker in self.seen),
         }

@@ -141,7 +141,7 @@ def service_rates(placements: Iterable[Placement], now: float) -> ServiceRates:
         tokens += _tokens(placement, now)
         if placement.first_byte is None or placement.first_byte < now - WINDOW_S:
             continue
-        if placement.streams:
+        if placement.request.streams:
             firsts.append(placement.first_byte - placement.arrived)
         if placement.report is not None:
             prompt += placement.report.tokens
@@ -153,7 +153,7 @@ def service_rates(placements: Iterable[Placement], now: float) -> ServiceRates:
 
 def _tokens(placement: Placement, now: float) -> float:
     """Tokens of the answer that came within the window."""
-    if placement.first_byte is None or not placement.streams:
+    if placement.first_byte is None or not placement.request.streams:
         return 0.0
     since = now - TOKENS_WINDOW_S
     end = now if placement.ended is None else placement.ended
@@ -176,7 +176,7 @@ Epoch = Callable[[float], float]
 
 def visible(placement: Placement, tenant: Tenant) -> bool:
     """Whether this tenant may see that there was such a request."""
-    return tenant.admin or placement.tenant == tenant.id
+    return tenant.admin or placement.request.tenant == tenant.id
 
 
 def display_name(worker: str, tenant: Tenant) -> str:
@@ -188,7 +188,7 @@ def display_name(worker: str, tenant: Tenant) -> str:
 
 def times_of(placement: Placement) -> RequestTimes:
     return RequestTimes(
-        placement.arrived, placement.decided, placement.first_byte, placement.ended, placement.streams
+        placement.arrived, placement.decided, placement.first_byte, placement.ended, placement.request.streams
     )
 
 
@@ -224,13 +224,13 @@ def request_view(placement: Placement, tenant: Tenant, epoch: Epoch) -> dict[str
     moved = report.tokens - report.held if report is not None and report.remote else 0
     return {
         "number": placement.number if tenant.admin else round(1000 * epoch(placement.decided)),
-        "tenant": placement.tenant.partition(":")[2],
-        "class": placement.priority_class,
+        "tenant": placement.request.tenant.partition(":")[2],
+        "class": placement.request.priority_class,
         "model": placement.pair.decode.model,
         "decode": display_name(placement.pair.decode.name, tenant),
         "prefill": display_name(prefill.name, tenant) if prefill else None,
         "outcome": outcome(placement),
-        "streams": placement.streams,
+        "streams": placement.request.streams,
         "phases": [
             {"name": one.name, "start": epoch(one.start), "end": None if one.end is None else epoch(one.end)}
             for one in request_phases(times_of(placement), report)
@@ -249,7 +249,7 @@ def request_view(placement: Placement, tenant: Tenant, epoch: Epoch) -> dict[str
             "price": decision["price"],
             "price_unit": decision["price_unit"],
             "predicted_first_token_s": decision["predicted_first_token_s"],
-            "first_token_s": decision["first_byte_s"] if placement.streams else None,
+            "first_token_s": decision["first_byte_s"] if placement.request.streams else None,
             "others": decision["others"] if tenant.admin else [],
         },
     }

@@ -27,7 +27,7 @@ from baton_http.sse import EventStream, is_event_stream, usage_tokens
 from baton_http.upstream import Headers, Sink, UpstreamExchange, UpstreamLost
 from baton_router.engines.worker_head import WorkerHead
 from baton_router.requests.inference_request import InferenceRequest
-from baton_router.requests.picker import Grant, Picker, RequestEnd
+from baton_router.requests.picker import Grant, Picker, RequestEnd, WorkerLoss
 
 PROMPT = headers.PROMPT.encode()
 USAGE = headers.USAGE.encode()
@@ -252,6 +252,16 @@ class EngineRequest:
     def end(self) -> None:
         """The response is complete although the worker was lost: the router writes its end."""
         self.ended = True
+
+    def report_loss(self, lost: UpstreamLost) -> None:
+        """Tell the scheduler that a worker was lost while it had the request."""
+        self.lost = True
+        loss = WorkerLoss(
+            crashed=lost.cause in CRASH_CAUSES,
+            at_prefill=lost.cause in PREFILL_CAUSES,
+            prefill_crashed=self.prefill_crashed,
+        )
+        self._picker.failed(self.grant, loss)
 
     def fail(self, cause: str) -> bool:
         """End the exchange, if any; its reader gets UpstreamLost."""

@@ -43,7 +43,7 @@ from baton_router.proxy.retries import RetryBudget
 from baton_router.proxy.timeouts import FirstByteTimeout, IdleTimeout, first_byte_s
 from baton_router.proxy.tracing import Tracing
 from baton_router.requests.inference_request import InferenceRequest
-from baton_router.requests.picker import Grant, Picker, PickRequest, WorkerLoss
+from baton_router.requests.picker import Grant, Picker, PickRequest
 from baton_router.scheduling.crash_history import LOSSES_LIMIT
 from baton_router.settings import RouterSettings
 from baton_router.tenants.access import error_for
@@ -336,15 +336,8 @@ class Proxy:
 
     def _lost(self, context: RequestContext, attempt: EngineRequest, lost: UpstreamLost) -> None:
         """Record that a worker was lost while it had the request, and perhaps its prefill worker before."""
-        attempt.lost = True
-        crashed = lost.cause in CRASH_CAUSES
-        context.crashes += crashed + attempt.prefill_crashed
-        loss = WorkerLoss(
-            crashed=crashed,
-            at_prefill=lost.cause in PREFILL_CAUSES,
-            prefill_crashed=attempt.prefill_crashed,
-        )
-        self._picker.failed(attempt.grant, loss)
+        context.crashes += (lost.cause in CRASH_CAUSES) + attempt.prefill_crashed
+        attempt.report_loss(lost)
 
     def _final(self, context: RequestContext, lost: UpstreamLost) -> BatonError:
         """The error for the client when no other worker is tried."""

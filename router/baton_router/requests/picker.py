@@ -99,6 +99,11 @@ class PickRequest(msgspec.Struct, frozen=True):
     """Set if a gateway sends the request to the decode worker itself; None if the router sends it."""
 
     @property
+    def key(self) -> tuple[str, int]:
+        """The tenant and the digest, by which a client's retry is recognized."""
+        return self.tenant, self.digest
+
+    @property
     def background(self) -> bool:
         """Whether no client waits for the answer."""
         return CLASSES[self.priority_class].background
@@ -112,7 +117,7 @@ class PickRequest(msgspec.Struct, frozen=True):
         return "Every worker that serves this model was tried for this request."
 
 
-class Grant(msgspec.Struct, frozen=True):
+class Grant(msgspec.Struct, frozen=True, kw_only=True):
     """The workers of a request. Its holder must release it, whatever happens."""
 
     number: int

@@ -16,9 +16,10 @@ from baton_api import metrics
 from baton_api.metrics.counters import LabeledCounter, LabeledHistogram
 from baton_api.prompt_report import PromptReport
 from baton_router.cache.prompt_chunks import PromptChunks
-from baton_router.requests.request_cost import ONE_ANSWER, RequestCost
+from baton_router.requests.picker import PickRequest
 from baton_router.scheduling.candidates import Candidates, WorkerPair
 from baton_router.scheduling.pair_selection import PairOption, PlainOption
+from baton_router.scheduling.quotas import QuotaReservation
 from baton_router.scheduling.restoring import Restored
 from baton_router.workers.worker import Worker
 from baton_router.workers.worker_state import WorkerState
@@ -35,8 +36,8 @@ class Placement(msgspec.Struct, eq=False):
     candidates: Candidates
     options: list[PlainOption]
     """The cheapest options."""
-    prompt: PromptChunks
-    """Only its size once the request has ended."""
+    request: PickRequest
+    """What was asked for; without its prompt's chunks once it has ended."""
     tokens: int
     """Of the prompt, estimated; of several of the first one."""
     expected_cached: int
@@ -59,7 +60,6 @@ class Placement(msgspec.Struct, eq=False):
     """Weights of the eligible revisions, if there were several."""
     price_unit: str = "s"
     """Unit of the options' prices."""
-    cost: RequestCost = ONE_ANSWER
     others: int = 0
     """Tokens of the prompts but the first one, estimated."""
     others_s: float = 0.0
@@ -73,13 +73,8 @@ class Placement(msgspec.Struct, eq=False):
     """Seconds that the prompt took, if the part of restoring in them is not known yet."""
     arrived: float = 0.0
     """When the request came to the router."""
-    tenant: str = ""
-    """Its id."""
-    digest: int = 0
-    """Of the request's body."""
-    priority_class: str = ""
-    """The request's class."""
-    streams: bool = True
+    reservation: QuotaReservation | None = None
+    """Of the tenant's limits, until it is settled."""
     complete: bool = False
     """Whether all of the answer was passed on."""
     answered: int | None = None
@@ -89,7 +84,8 @@ class Placement(msgspec.Struct, eq=False):
         """Drop what only a running request needs: the chunks of a long prompt take more memory than all
         else.
         """
-        self.prompt = PromptChunks((), self.prompt.sizes[-1:])
+        size = PromptChunks((), self.request.prompt.sizes[-1:])
+        self.request = msgspec.structs.replace(self.request, prompt=size)
         self.assumed_chunks, self.matched = [], []
 
     @property
@@ -128,7 +124,7 @@ def explain(placement: Placement) -> dict[str, object]:
         "number": placement.number,
         "decode": placement.pair.decode.name,
         "prefill": placement.pair.prefill.name if placement.pair.prefill else None,
-        "prompt_bytes": placement.prompt.bytes,
+        "prompt_bytes": placement.request.prompt.bytes,
         "tokens": placement.tokens,
         "cached": placement.option.cached,
         "restored": dict(placement.restored),

@@ -12,13 +12,11 @@ import logging
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from baton_api.profiles import Profile
 from baton_api.prompt_report import PromptReport
-from baton_router.cache.prompt_chunks import PromptChunks
-from baton_router.requests.picker import DirectRoute
-from baton_router.requests.request_cost import ONE_ANSWER, RequestCost
+from baton_router.requests.picker import DirectRoute, PickRequest
 from baton_router.scheduling import pair_selection
 from baton_router.scheduling.candidates import CandidateCache, Candidates
 from baton_router.scheduling.pair_selection import (
@@ -87,26 +85,23 @@ class PlacementPlanner:
 
     def plan(
         self,
-        model: str | None,
-        prompt: PromptChunks,
-        excluded: Collection[str],
+        request: PickRequest,
         now: float,
         ahead: Mapping[int, float] = NO_BACKLOG,
-        direct: DirectRoute | None = None,
         queued_s: float = 0.0,
-        cost: RequestCost = ONE_ANSWER,
     ) -> Placement | None:
         """
-        Choose among the workers whose names are not in `excluded`; None if none is left. This books nothing.
+        Choose among the workers that the request does not exclude; None if none is left. This books nothing.
 
         `ahead` are seconds, by the workers' slots, of prompts that are not booked but will go there before
-        this one. `direct`: which workers a gateway can send it to. `queued_s`: predicted seconds of the
-        requests that wait for these workers. `cost`: its other prompts, whose time is predicted as if none of
-        them were cached. Raises what `Workers.serving` raises.
+        this one. `queued_s`: predicted seconds of the requests that wait for these workers. The time of its
+        prompts but the first is predicted as if none of them were cached. Raises what `Workers.serving`
+        raises.
         """
-        candidates = self._candidate_cache.candidates(model, excluded, now, direct)
+        candidates = self._candidate_cache.candidates(request.model, request.excluded, now, request.direct)
         if candidates is None:
             return None
+        prompt, cost = request.prompt, request.cost
         matched = self.worker_states.match(prompt)
         weights = self._usable_weights(candidates) if candidates.by_revision else NO_WEIGHTS
         if weights:
@@ -148,7 +143,7 @@ class PlacementPlanner:
             option=option,
             candidates=candidates,
             options=options[: ALTERNATIVES_SHOWN + 1],
-            prompt=prompt,
+            request=request,
             tokens=tokens,
             expected_cached=expected_cached,
             hot=min(hot, tokens - 1),
@@ -158,7 +153,6 @@ class PlacementPlanner:
             prefill_state=prefill_state,
             decode_state=decode_state,
             compute_s=compute_s + others_s,
-            cost=cost,
             others=others,
             others_s=others_s,
             matched=[(state, matched.get(state.slot, 0)) for state in {prefill_state, decode_state}],
@@ -231,11 +225,11 @@ class PlacementPlanner:
         compute_s = placement.compute_s - placement.others_s
         placement.prefill_state.prefills.book(placement.number, compute_s, placement.uncached, now)
         placement.decode_state.streams.book(
-            placement.number, placement.tokens + placement.others, max(1, placement.cost.choices)
+            placement.number, placement.tokens + placement.others, max(1, placement.request.cost.choices)
         )
         sent = self.worker_states.sent
         placement.assumed_chunks = [
-            (state, sent(placement.prompt, state, matched)) for state, matched in placement.matched
+            (state, sent(placement.request.prompt, state, matched)) for state, matched in placement.matched
         ]
         self.placements.append(placement)
         self.metrics.decided(
@@ -274,9 +268,9 @@ class PlacementPlanner:
         placement.first_byte, placement.report = now, report
         waited_s = placement.prefill_state.prefills.waited_s(placement.number, placement.decided)
         placement.prefill_state.prefills.release(placement.number, now)
-        if report is not None and placement.cost.prompts == 1:  # else it may be the report of any of them
+        if report is not None and placement.request.cost.prompts == 1:  # of several, it may be any one's
             self.metrics.computed(placement, report)
-            self.worker_states.computed(placement.prompt, report, placement.assumed_chunks)
+            self.worker_states.computed(placement.request.prompt, report, placement.assumed_chunks)
             compute_s = report.compute_s
             if report.estimated:
                 compute_s = 0.0 if waited_s is None else max(0.0, compute_s - waited_s)
@@ -299,7 +293,7 @@ class PlacementPlanner:
         """
         if placement.ended is not None:
             return
-        if placement.report is not None and placement.cost.prompts == 1:
+        if placement.report is not None and placement.request.cost.prompts == 1:
             self._learn_cached(placement, placement.report.completed(cached))
         placement.ended, placement.complete, placement.answered = now, complete, tokens
         placement.decode_state.streams.release(placement.number)
@@ -308,9 +302,9 @@ class PlacementPlanner:
             for state, chunks in placement.assumed_chunks:
                 self.worker_states.lost(chunks, state)
         elif complete:
-            self.worker_states.answered(placement.prompt, placement.decode_state)
-            if tokens is not None and placement.cost.choices:
-                self._answer_tokens.learn(tokens / placement.cost.choices)
+            self.worker_states.answered(placement.request.prompt, placement.decode_state)
+            if tokens is not None and placement.request.cost.choices:
+                self._answer_tokens.learn(tokens / placement.request.cost.choices)
         placement.drop_prompt()
 
     def _learn_cached(self, placement: Placement, report: PromptReport) -> None:
@@ -327,8 +321,8 @@ class PlacementPlanner:
 
     def _learn(self, placement: Placement, report: PromptReport, compute_s: float) -> None:
         """`compute_s` as reported or estimated; 0 if unknown."""
-        if placement.prompt.bytes:
-            placement.candidates.bytes_per_token.learn(placement.prompt.bytes, report.tokens)
+        if placement.request.prompt.bytes:
+            placement.candidates.bytes_per_token.learn(placement.request.prompt.bytes, report.tokens)
         if report.remote and placement.pair.prefill is None:
             return
         expected = placement.expected_cached * report.tokens / placement.tokens

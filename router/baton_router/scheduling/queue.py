@@ -123,14 +123,7 @@ class Queue:
         if self._unreported:
             self._assume_computed(now)
         try:
-            placement = self._planner.plan(
-                request.model,
-                request.prompt,
-                request.excluded,
-                now,
-                direct=request.direct,
-                cost=request.cost,
-            )
+            placement = self._planner.plan(request, now)
         except NotReady:
             if not self._settings.recovery_s and not self._settings.hold_s:
                 self._count_demand(request, None)
@@ -347,16 +340,7 @@ class Queue:
         request = entry.request
         entry.plan, entry.planned = None, now
         try:
-            entry.plan = self._planner.plan(
-                request.model,
-                request.prompt,
-                request.excluded,
-                now,
-                ahead,
-                request.direct,
-                queued_s,
-                request.cost,
-            )
+            entry.plan = self._planner.plan(request, now, ahead, queued_s)
         except NotReady:
             return None
         except BatonError as error:

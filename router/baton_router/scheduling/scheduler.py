@@ -26,7 +26,7 @@ from baton_router.scheduling.placement import Placement
 from baton_router.scheduling.placement_planner import PlacementPlanner
 from baton_router.scheduling.policies import POLICIES
 from baton_router.scheduling.queue import Queue
-from baton_router.scheduling.quotas import QuotaReservation, Quotas
+from baton_router.scheduling.quotas import Quotas
 from baton_router.scheduling.revision_weights import RevisionWeights
 from baton_router.settings import RouterSettings
 from baton_router.workers import health_checks
@@ -70,7 +70,6 @@ class RequestScheduler:
         self.queue = Queue(settings, self.planner, clock)
         self._quotas = Quotas(self.queue.rejects, lambda: self.planner.answer_tokens)
         self._crashes = CrashHistory()
-        self._reserved: dict[int, QuotaReservation] = {}
         self._granted: dict[int, Placement] = {}
         self._sources = WorkerSources(settings, rng)
         self.registration = WorkerRegistration(
@@ -111,14 +110,7 @@ class RequestScheduler:
             if reserved is not None:
                 reserved.cancel(self._clock())
             raise
-        if reserved is not None:
-            self._reserved[placement.number] = reserved
-        placement.arrived, placement.tenant, placement.digest = (
-            now - request.waited_s,
-            request.tenant,
-            request.digest,
-        )
-        placement.priority_class, placement.streams = request.priority_class, request.streams
+        placement.arrived, placement.reservation = now - request.waited_s, reserved
         decode, prefill = placement.pair.decode, placement.pair.prefill
         decode.in_flight += 1
         if prefill is not None:
@@ -150,7 +142,7 @@ class RequestScheduler:
         lost_prefill = report is not None and report.fallback == Fallback.LOST
         if lost_prefill and placement.pair.prefill is not None:
             self._crashed(placement, placement.pair.prefill, now)
-        if placement.streams and placement.first_byte is None:
+        if placement.request.streams and placement.first_byte is None:
             self.outcomes.first_byte(placement.pair, now - placement.decided)
         self._computed(placement)
         self.planner.began(placement, report, now)
@@ -171,7 +163,7 @@ class RequestScheduler:
     def _crashed(self, placement: Placement, worker: Worker, now: float) -> None:
         """Remember that a worker died or stopped while it had the request."""
         epoch = worker.health.load.epoch if worker.health.load else ""
-        self._crashes.lost((placement.tenant, placement.digest), worker.name, epoch, now)
+        self._crashes.lost(placement.request.key, worker.name, epoch, now)
 
     def full(self, grant: Grant) -> None:
         self.outcomes.full(self._granted[grant.number].pair, self._clock())
@@ -181,20 +173,21 @@ class RequestScheduler:
         self.outcomes.release(placement.number, placement.pair)
         placement.pair.decode.in_flight -= 1
         if end.complete and (placement.report is None or not placement.report.fallback):
-            self._crashes.answered((placement.tenant, placement.digest))
+            self._crashes.answered(placement.request.key)
         self._computed(placement)
         now = self._clock()
         if placement.first_byte is None:
             self.queue.changed()
         self.planner.release(placement, now, complete=end.complete, tokens=end.tokens, cached=end.cached)
-        if self._reserved and (reserved := self._reserved.pop(placement.number, None)) is not None:
-            reserved.settle(end.charged, now)
+        if placement.reservation is not None:
+            placement.reservation.settle(end.charged, now)
+            placement.reservation = None
 
     def _check_poison(self, request: PickRequest, now: float) -> None:
         if request.resumed:
             return
         try:
-            self._crashes.check((request.tenant, request.digest), now, background=request.background)
+            self._crashes.check(request.key, now, background=request.background)
         except PoisonRequest:
             self.queue.rejects["poison"] += 1
             raise
