@@ -13,7 +13,7 @@ import msgspec
 
 from baton_api import headers
 from baton_api.errors import BatonError
-from baton_api.json_lines import on_one_line
+from baton_api.json_text import on_one_line
 
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"

@@ -23,7 +23,7 @@ from typing import Literal, TextIO, get_args
 import msgspec
 
 from baton_api.errors import BatonError, SetupError
-from baton_api.json_lines import on_one_line
+from baton_api.json_text import on_one_line
 
 Format = Literal["auto", "text", "json"]
 

@@ -68,13 +68,13 @@ def status(
     output: Output = "text",
 ) -> None:
     """Report whether a service is healthy, and how to fix problems. Exit status 1: a problem was found."""
-    as_json = _as_json(output)
-    from baton_cli.status import command
+    from baton_cli import status as reports
 
+    as_json = _as_json(output)
     if name or cluster or kubeconfig:
-        command.of_services(name, kubeconfig, namespace, as_json)
+        reports.of_services(name, kubeconfig, namespace, as_json)
     else:
-        command.of_url(url, api_key, as_json)
+        reports.of_url(url, api_key, as_json)
 
 
 def doctor(

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from baton_api.errors import BatonError
-from baton_api.json_lines import on_one_line
+from baton_api.json_text import on_one_line
 from baton_batches.files import OUTPUT, NewFile
 from baton_batches.object_store import ObjectWriter, new_key
 from baton_batches.storage import Storage

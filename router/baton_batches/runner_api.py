@@ -31,7 +31,7 @@ from baton_api.errors import (
 from baton_api.runner_tokens import RunnerToken
 from baton_batches import wire
 from baton_batches.runner_credentials import PodTokens, RunnerSecret
-from baton_batches.runner_lines import ClaimedLines
+from baton_batches.runner_leases import ClaimedLines
 from baton_batches.storage import Storage
 from baton_batches.values import BatchRecord, BatchStatus, LineResult
 from baton_batches.wire import InputLine, InputSlice, LeaseRenewal, ResultReceipt, RunnerLease, RunnerOrder

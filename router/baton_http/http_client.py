@@ -1,7 +1,7 @@
 """
 An HTTP client for short requests: request heads, replies of limited size, and a pool of connections.
 
-It is built on `upstream`. The proxy's hot path builds its own heads (`baton_router.proxy.forwarding`).
+It is built on `upstream`. The proxy's hot path builds its own heads (`baton_router.engines.heads`).
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ from baton_http.protocol import count_for
 from baton_http.replies import REQUEST_ID, Receive, Scope, Send, request_id, send_error
 from baton_router import service_info
 from baton_router.dashboard.endpoints import DATA_PATHS, LiveDashboard
-from baton_router.engines.worker_head import WorkerCredentials
+from baton_router.engines.heads import WorkerCredentials
 from baton_router.metrics import registry as metric_families
 from baton_router.metrics.collectors import CacheMetrics, QueueMetrics, TenantMetrics
 from baton_router.metrics.registry import CertificateMetrics, MetricFamily, RouterMetrics, WorkerStatusMetrics

@@ -21,9 +21,34 @@ from baton_api.engines import EngineKind
 from baton_api.exposure import DEFAULT_PORT
 from baton_api.keys import KeyDigests
 from baton_api.logs import Format
-from baton_api.process_memory import memory_limit
 from baton_api.setting_types import Bytes, Names, Origins
 from baton_batches.settings import BatchSettings
+
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""A container's own limit (cgroup version 2)."""
+
+MEMINFO = Path("/proc/meminfo")
+
+
+def memory_limit(cgroup: Path = CGROUP_LIMIT, meminfo: Path = MEMINFO) -> int | None:
+    """Return bytes; None if the system does not say."""
+    limits = [int(text) for text in (_read(cgroup), _total(_read(meminfo))) if text.isdigit()]
+    return min(limits, default=None)
+
+
+def _total(meminfo: str) -> str:
+    for line in meminfo.splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemTotal":
+            return str(1024 * int(value.removesuffix("kB")))
+    return ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _worker_url(url: str) -> str:

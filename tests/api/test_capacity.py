@@ -9,7 +9,7 @@ import pytest
 
 from baton_api.capacity import SharedCapacity
 from baton_api.limits import TENANT_SHARE
-from baton_api.process_memory import memory_limit
+from baton_router.settings import memory_limit
 from tests.seeds import seeds
 
 

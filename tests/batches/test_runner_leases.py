@@ -13,8 +13,7 @@ from baton_api.errors import StaleLease
 from baton_batches.database import Database
 from baton_batches.files import FileLedger
 from baton_batches.ledger import Ledger
-from baton_batches.runner_leases import RunnerLeases
-from baton_batches.runner_lines import ClaimedLines
+from baton_batches.runner_leases import ClaimedLines, RunnerLeases
 from baton_batches.tables import FREE, ranges, runners
 from baton_batches.values import BatchStatus
 from tests.batches.test_ledger import CHAT, NOW, good, new_file

@@ -12,8 +12,8 @@ import pytest_asyncio
 import yaml
 
 from baton_api.errors import SetupError
+from baton_cli import status
 from baton_cli.doctor import cluster as clusters
-from baton_cli.status import command as status
 from baton_operator.crd import GROUP, RESOURCES, VERSION
 from tests.router.real_kubernetes import RealKubernetes, real_kubernetes
 

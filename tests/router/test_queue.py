@@ -17,8 +17,7 @@ from baton_api.prompt_report import PromptReport
 from baton_api.workers import Load, Role
 from baton_http.upstream import Upstream
 from baton_router.cache.prompt_chunks import chunk_text
-from baton_router.requests.picker import PickRequest
-from baton_router.requests.request_cost import RequestCost
+from baton_router.requests.picker import PickRequest, RequestCost
 from baton_router.scheduling.placement import Placement
 from baton_router.scheduling.placement_planner import PlacementPlanner
 from baton_router.scheduling.priority_queue import LEVELS

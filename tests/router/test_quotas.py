@@ -16,8 +16,7 @@ from baton_api import metrics
 from baton_api.answer_usage import AnswerUsage
 from baton_api.errors import Overloaded, RateLimited
 from baton_router.cache.prompt_chunks import chunk_text
-from baton_router.requests.picker import PickRequest
-from baton_router.requests.request_cost import RequestCost
+from baton_router.requests.picker import PickRequest, RequestCost
 from baton_router.scheduling.quotas import Quotas
 from baton_router.tenants.tenants import TenantLimits
 from tests.router import fake_worker

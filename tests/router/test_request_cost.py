@@ -12,7 +12,7 @@ from baton_api import headers
 from baton_api.errors import InvalidRequest
 from baton_api.limits import ALL_CHOICES
 from baton_router.requests.inference_request import InferenceRequest
-from baton_router.requests.request_cost import ANSWER_WEIGHT, RequestCost
+from baton_router.requests.picker import ANSWER_WEIGHT, RequestCost
 from tests.router.fake_worker import FakeWorker
 from tests.router.running import CHAT, QUESTION, running_router
 from tests.router.test_quotas import ask, tenants

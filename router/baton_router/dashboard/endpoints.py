@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from baton_api.errors import BatonError, MethodNotAllowed, NotReady
-from baton_api.json_lines import on_one_line
+from baton_api.json_text import on_one_line
 from baton_http.replies import Receive, Scope, Send, request_id, send_error, send_json
 from baton_router.dashboard.views import RequestWatch, service_view
 from baton_router.scheduling.scheduler import RequestScheduler

@@ -1,11 +1,19 @@
-"""The requests of health checks: what all engines' checks have in common."""
+"""
+What all engines' health checks have in common: requests, metrics in Prometheus' text format, and layouts.
+
+A layout is a text of the properties of a worker that decide whether it forms pairs: `Load.compatibility` of
+other engines. Workers with equal texts form pairs; the differences of others say why not.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import msgspec
 
+from baton_api.engines import EngineKind
 from baton_api.workers import Load, Role
 from baton_http.http_client import Reply, ReplyTooLarge, fetch
 from baton_http.upstream import Headers, Upstream
@@ -82,3 +90,88 @@ class WorkerApi:
         """Why the worker takes no requests, as a clause; empty if `target` is answered with 200."""
         reply = await self.get(target)
         return "" if reply.status == OK else f"GET {target} was answered with {reply.status}"
+
+
+_SEPARATOR = "; "
+
+
+def layout_text(engine: EngineKind, properties: dict[str, str]) -> str:
+    """
+    Return the engine and the properties as one text.
+
+    >>> layout_text(EngineKind.VLLM, {"version": "0.32.0", "block size": "16"})
+    'engine: vllm; version: 0.32.0; block size: 16'
+    """
+    return _SEPARATOR.join(f"{name}: {value}" for name, value in {"engine": engine, **properties}.items())
+
+
+def layout_differences(one: str, other: str) -> list[tuple[str, str, str]]:
+    """
+    Return name and both values of each property that differs.
+
+    >>> layout_differences("engine: vllm; block size: 16", "engine: vllm; block size: 32")
+    [('block size', '16', '32')]
+    """
+    ours, theirs = _properties(one), _properties(other)
+    names = dict.fromkeys((*ours, *theirs))
+    return [
+        (name, ours.get(name, "unknown"), theirs.get(name, "unknown"))
+        for name in names
+        if ours.get(name) != theirs.get(name)
+    ]
+
+
+def _properties(layout: str) -> dict[str, str]:
+    """The properties of a layout; a digest, as Baton's workers report it, is one property."""
+    if ": " not in layout:
+        return {"KV layout": layout}
+    pairs = (one.partition(": ") for one in layout.split(_SEPARATOR))
+    return {name: value for name, _, value in pairs}
+
+
+def _samples(text: str, name: str) -> Iterator[tuple[str, str]]:
+    """
+    Labels and value of each sample of `name`.
+
+    Searches for literals: a regular expression that looks at each line took 18 times as long.
+    """
+    text = f"\n{text}\n"
+    for start in (f"\n{name}{{", f"\n{name} "):
+        at = text.find(start)
+        while at >= 0:
+            at += len(start)
+            end = text.index("\n", at)
+            labels, _, value = text[at:end].rpartition("} ")
+            yield labels, value
+            at = text.find(start, end)
+
+
+def total(text: str, name: str) -> float | None:
+    """
+    The sum of all samples of `name`; None without one.
+
+    >>> total('vllm:num_requests_running{engine="0"} 2.0', "vllm:num_requests_running")
+    2.0
+    """
+    values = [float(value) for _, value in _samples(text, name)]
+    return sum(values) if values else None
+
+
+def mean(text: str, name: str) -> float | None:
+    """
+    The mean of all samples of `name`, such as a ratio of each data-parallel rank; None without one.
+
+    >>> mean('usage{engine="0"} 0.25\\nusage{engine="1"} 0.75', "usage")
+    0.5
+    """
+    values = [float(value) for _, value in _samples(text, name)]
+    return sum(values) / len(values) if values else None
+
+
+def label_values(text: str, name: str) -> dict[str, str]:
+    """The labels of the first sample of `name`; empty without one."""
+    labels, _ = next(_samples(text, name), ("", ""))
+    return dict(_LABEL.findall(labels))
+
+
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')

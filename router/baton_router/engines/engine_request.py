@@ -25,7 +25,7 @@ from baton_http.http_client import ReplyTooLarge, UpstreamPool, read_body
 from baton_http.replies import with_length
 from baton_http.sse import EventStream, is_event_stream, usage_tokens
 from baton_http.upstream import Headers, Sink, UpstreamExchange, UpstreamLost
-from baton_router.engines.worker_head import WorkerHead
+from baton_router.engines.heads import WorkerHead
 from baton_router.requests.inference_request import InferenceRequest
 from baton_router.requests.picker import Grant, Picker, RequestEnd, WorkerLoss
 

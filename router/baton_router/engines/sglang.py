@@ -29,7 +29,7 @@ from baton_http.sse import EventStream
 from baton_http.upstream import UpstreamExchange, UpstreamLost
 from baton_router.cache.tiers import Tier
 from baton_router.engines.bodies import openai_error, read_options, with_members
-from baton_router.engines.checks import OK, WorkerApi
+from baton_router.engines.checks import OK, WorkerApi, layout_text, mean, total
 from baton_router.engines.engine_request import (
     BAD,
     CRASH_CAUSES,
@@ -39,9 +39,7 @@ from baton_router.engines.engine_request import (
     EngineRequest,
     ResumeState,
 )
-from baton_router.engines.layout import layout_text
 from baton_router.engines.openai import estimated_report, usage_of
-from baton_router.engines.prometheus_text import mean, total
 from baton_router.engines.spec import EngineSpec
 
 SESSIONS = 2**63

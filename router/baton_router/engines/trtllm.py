@@ -31,11 +31,9 @@ from baton_api.workers import Load
 from baton_http.sse import EventStream
 from baton_http.upstream import UpstreamExchange
 from baton_router.engines.bodies import openai_error, read_options, with_members
-from baton_router.engines.checks import OK, WorkerApi
+from baton_router.engines.checks import OK, WorkerApi, layout_text, total
 from baton_router.engines.engine_request import BAD, EngineRequest, ResumeState
-from baton_router.engines.layout import layout_text
 from baton_router.engines.openai import estimated_report, usage_of
-from baton_router.engines.prometheus_text import total
 from baton_router.engines.spec import EngineSpec
 from baton_router.engines.vllm import COMPLETIONS, GENERATING, VllmBody, salt_members
 

@@ -13,9 +13,7 @@ import msgspec
 
 from baton_api.engines import EngineKind
 from baton_api.workers import Load, Role
-from baton_router.engines.checks import OK, WorkerApi
-from baton_router.engines.layout import layout_text
-from baton_router.engines.prometheus_text import label_values, mean, total
+from baton_router.engines.checks import OK, WorkerApi, label_values, layout_text, mean, total
 
 TRANSFER = "kv_transfer_params"
 

@@ -19,7 +19,7 @@ from baton_api.keys import API_KEY, AUTHORIZATION
 from baton_api.request_classes import CLASSES
 from baton_http.replies import REQUEST_ID
 from baton_http.upstream import Headers
-from baton_router.engines.worker_head import PREFILL, SALT, TENANT, TICKET, WorkerCredentials
+from baton_router.engines.heads import PREFILL, SALT, TENANT, TICKET, WorkerCredentials
 from baton_router.gateway.messages import DESTINATION
 from baton_router.proxy import responses
 from baton_router.requests.inference_request import CLASS, InferenceRequest

@@ -26,8 +26,8 @@ from baton_api.errors import (
 from baton_api.inference_paths import PROXIED_PATHS
 from baton_http.replies import Scope, request_id
 from baton_router.engines.engine_request import PROMPT
+from baton_router.engines.heads import WorkerCredentials, response_headers
 from baton_router.engines.registry import ENGINES
-from baton_router.engines.worker_head import WorkerCredentials
 from baton_router.gateway import messages
 from baton_router.gateway.destination import destination_of, removed_headers, worker_headers
 from baton_router.gateway.local_endpoints import LocalEndpoints
@@ -35,7 +35,6 @@ from baton_router.gateway.messages import ProcessingRequest, ProcessingResponse
 from baton_router.gateway.response_tracker import ResponseTracker
 from baton_router.metrics.registry import RouterMetrics
 from baton_router.proxy import responses
-from baton_router.proxy.forwarding import response_headers
 from baton_router.requests.inference_request import InferenceRequest
 from baton_router.requests.picker import DirectRoute, Picker
 from baton_router.tenants.access import Authenticator, error_for, tenant_of

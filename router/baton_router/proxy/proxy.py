@@ -32,12 +32,11 @@ from baton_router.engines.engine_request import (
     EngineRequest,
     ResumeState,
 )
+from baton_router.engines.heads import WorkerCredentials, WorkerHead, response_headers
 from baton_router.engines.registry import ENGINES
-from baton_router.engines.worker_head import WorkerCredentials, WorkerHead
 from baton_router.metrics.registry import RouterMetrics
 from baton_router.proxy import finished_request
 from baton_router.proxy.finished_request import CLIENT_CLOSED_REQUEST
-from baton_router.proxy.forwarding import response_headers
 from baton_router.proxy.request_context import RequestContext
 from baton_router.proxy.retries import RetryBudget
 from baton_router.proxy.timeouts import FirstByteTimeout, IdleTimeout, first_byte_s

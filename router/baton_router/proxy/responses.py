@@ -24,7 +24,7 @@ from baton_api.errors import (
     ResponseNotFound,
     StorageUnavailable,
 )
-from baton_api.json_values import check_values
+from baton_api.json_text import check_values
 from baton_api.response_store import Turn, resolved
 from baton_http.client_connection import ClientConnection
 from baton_http.replies import Receive, Scope, Send

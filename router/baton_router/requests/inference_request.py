@@ -24,7 +24,7 @@ from baton_api.errors import (
     ModelNotFound,
 )
 from baton_api.hashing import client_salt
-from baton_api.json_values import check_values
+from baton_api.json_text import check_values
 from baton_api.limits import ALL_CHOICES
 from baton_api.request_classes import CLASSES
 from baton_api.resuming import BODY as RESUMPTION
@@ -33,8 +33,7 @@ from baton_http.sse import EventStream, GenerateStream, ResponseStream
 from baton_http.upstream import Headers
 from baton_router.cache import prompt_chunks
 from baton_router.cache.prompt_chunks import PromptChunks, PromptMessage
-from baton_router.requests.picker import DirectRoute, PickRequest
-from baton_router.requests.request_cost import RequestCost
+from baton_router.requests.picker import DirectRoute, PickRequest, RequestCost
 from baton_router.requests.resumable_stream import MessageStream, ResumableStream
 from baton_router.tenants.tenants import DEFAULT_TENANT, Tenant
 

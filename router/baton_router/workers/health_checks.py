@@ -18,8 +18,8 @@ from baton_api.metrics import BackgroundTask
 from baton_api.workers import Load
 from baton_http.upstream import UpstreamLost
 from baton_router.engines.checks import INVALID_REPLY_ERRORS, EngineChecks, WorkerApi
+from baton_router.engines.heads import WorkerCredentials
 from baton_router.engines.registry import ENGINES, TARGETS, detect
-from baton_router.engines.worker_head import WorkerCredentials
 from baton_router.settings import RouterSettings
 from baton_router.workers.pairing import PairingReview
 from baton_router.workers.worker import Worker, Workers, WorkerStatus

@@ -26,8 +26,8 @@ from baton_http.http_client import request_head
 from baton_router.cache.block_map import Tree
 from baton_router.cache.kv_feed import FeedRequest, KvEventFeed
 from baton_router.cache.token_blocks import TokenBlockSink
+from baton_router.engines.heads import WorkerCredentials
 from baton_router.engines.registry import ENGINES
-from baton_router.engines.worker_head import WorkerCredentials
 from baton_router.settings import RouterSettings
 from baton_router.workers.worker import Worker, Workers
 from baton_router.workers.worker_state import WorkerStates

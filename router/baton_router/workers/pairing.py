@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass
 
 from baton_api.workers import Load, Role
-from baton_router.engines.layout import layout_differences
+from baton_router.engines.checks import layout_differences
 from baton_router.engines.registry import ENGINES
 from baton_router.workers.worker import Worker, Workers
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from baton_api.engines import EngineKind
+from baton_cli import status as report
 from baton_cli.router_workers import reported_load
-from baton_cli.status import report
 from baton_operator.manifests import conditions
 
 LOAD = {"running": 2, "queued": 0}

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton_api import limits
 from baton_api.errors import BodyTooLarge, InvalidRequest
-from baton_api.json_values import check_values
+from baton_api.json_text import check_values
 from baton_engine.api.fields import Fields
 from baton_engine.api.served import Served
 from baton_engine.machine import usable_cores

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from baton_api.errors import BatonError
-from baton_api.json_lines import on_one_line
+from baton_api.json_text import on_one_line
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from baton_api.errors import BatonError
-from baton_api.json_lines import on_one_line
+from baton_api.json_text import on_one_line
 from baton_api.messages import TokenChoice
 from baton_api.response_items import new_id
 from baton_engine.api.answer_shape import Choice

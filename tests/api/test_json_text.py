@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from baton_api import json_values, limits
+from baton_api import json_text, limits
 from baton_api.errors import InvalidRequest
-from baton_api.json_values import check_values
+from baton_api.json_text import check_values
 from tests.seeds import seeds
 
 MOST = limits.VALUES.most
@@ -88,4 +88,4 @@ def test_law_values_are_counted_as_a_parser_counts_them(seed: int) -> None:
 
     whole = [value(5) for _ in range(5)]
     body = json.dumps(whole, indent=source.choice([None, 2]), ensure_ascii=source.random() < 0.5)
-    assert json_values._values(body.encode(), MOST) == counted(whole)
+    assert json_text._values(body.encode(), MOST) == counted(whole)

@@ -1,8 +1,11 @@
 """
-How many values a JSON body has, counted before it is parsed.
+JSON as text: how many values a body has, and lines that stay one line for every reader.
 
 A body within the limit of bytes may be a million empty objects. Parsing them takes a second, for which an
 event loop serves nobody else.
+
+JSON allows U+0085, U+2028 and U+2029 in strings, but many readers of lines split there, such as Python's
+`str.splitlines` and httpx's `iter_lines`. Events of streams and lines of files have them as escapes.
 """
 
 from __future__ import annotations
@@ -37,3 +40,20 @@ def _values(body: bytes, most: int) -> int:
     marks = unescaped.translate(None, delete=_NO_MARKS).replace(b'""', b"")
     outside = b"".join(marks.split(b'"')[::2])
     return strings + outside.count(b"{") + outside.count(b"[")
+
+
+_ESCAPES = ((b"\xc2\x85", rb"\u0085"), (b"\xe2\x80\xa8", rb"\u2028"), (b"\xe2\x80\xa9", rb"\u2029"))
+"""UTF-8 of the characters. These bytes are never part of another character."""
+
+
+def on_one_line(encoded: bytes) -> bytes:
+    r"""
+    Escape the line separators of Unicode in JSON without white space between values.
+
+    >>> on_one_line('"a\u2028b"'.encode())
+    b'"a\\u2028b"'
+    """
+    for separator, escape in _ESCAPES:
+        if separator in encoded:
+            encoded = encoded.replace(separator, escape)
+    return encoded
