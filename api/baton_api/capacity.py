@@ -12,7 +12,7 @@ from baton_api.limits import TENANT_SHARE
 
 
 class SharedCapacity:
-    """Units of one kind, such as bytes, and who has how many of them."""
+    """Units of one kind, such as bytes, and how many each tenant uses."""
 
     __slots__ = ("_by_tenant", "limit", "used")
 

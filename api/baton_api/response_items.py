@@ -18,7 +18,7 @@ from baton_api.errors import INVALID_VALUE, InvalidRequest
 PAGE_DEFAULT = 20
 
 REFERENCE = "item_reference"
-"""Type of an item that stands for a kept one, by its id."""
+"""Type of an item that refers to a stored one by its id."""
 
 _PREFIXES = {
     "message": "msg",
@@ -162,7 +162,7 @@ _REFERENCE = REFERENCE.encode()
 
 
 def references(items: Sequence[bytes]) -> dict[int, str]:
-    """Return the positions of items that stand for kept ones, and the ids of these."""
+    """Return the positions of items that refer to stored ones, and their ids."""
     found = {at: identity(item) for at, item in enumerate(items) if _REFERENCE in item}
     return {at: id for at, (id, kind) in found.items() if kind == REFERENCE}
 

@@ -57,7 +57,7 @@ class Turn:
     holders: int = 0
     """Reference count: the store, while the response is retrievable, and stored later turns."""
     uid: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Unlike `id`, which a worker or a client has chosen, different for each turn."""
+    """Unique. `id` may not be: a worker or a client has chosen it."""
 
     @property
     def size(self) -> int:

@@ -72,7 +72,7 @@ class BatchExecution:
         return min(widest, workers * self._settings.batch_window_when_busy) if self._busy() else widest
 
     def start(self, background: BackgroundTasks) -> None:
-        """Begin to start runners, or to have them started, if that is this router's to do."""
+        """Start runners or BatchJobs from now on, if the settings say so."""
         self._background = background
         if self.url and self._settings.batch_execution == "subprocess":
             url = reachable(self.url)

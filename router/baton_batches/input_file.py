@@ -41,7 +41,7 @@ class RequestLineBody(msgspec.Struct):
 
 
 class RequestLine(msgspec.Struct):
-    """One request. `custom_id` is its name in the files that come of it."""
+    """One request. `custom_id` is its name in the output and error files."""
 
     custom_id: str
     method: str

@@ -36,7 +36,7 @@ class BatchJobAssignments:
             return batch if batch.job or batch.status.ended else change_batch(connection, batch, job=job)
 
     def disown(self, id: str, job: str) -> None:
-        """The BatchJob is gone, or has heard of the batch's end: it has no more to do with it."""
+        """Detach the batch from a BatchJob that is deleted, or that knows that the batch has ended."""
         with self._database.writing() as connection:
             connection.execute(update(batches).where(batches.c.id == id, batches.c.job == job).values(job=""))
 
@@ -52,7 +52,7 @@ class BatchJobAssignments:
             return [batch_of(row) for row in connection.execute(query.order_by(batches.c.seq).limit(limit))]
 
     def assigned(self) -> list[BatchRecord]:
-        """Batches whose BatchJob is to hear of them."""
+        """Batches with a BatchJob, whose status follows them."""
         query = select(batches).where(batches.c.job != "").order_by(batches.c.seq)
         with self._database.reading() as connection:
             return [batch_of(row) for row in connection.execute(query)]

@@ -73,7 +73,7 @@ class BatchMetrics(Collector):
 
 
 LATE = 0.9
-"""Of the time of a batch: once that much has passed, as much of its lines should be done."""
+"""Share of a batch's window after which the same share of its lines should be done."""
 
 
 @dataclass(frozen=True, slots=True)

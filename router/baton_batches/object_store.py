@@ -23,7 +23,7 @@ DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class ObjectWriter(Protocol):
-    """One object that is being written, until `commit` or `abort`; `abort` may also follow either."""
+    """An object that is being written, until `commit` or `abort`. `abort` may follow both."""
 
     def write(self, data: bytes) -> None:
         """Raises StorageFull and StorageUnavailable."""
@@ -46,16 +46,16 @@ class ObjectStore(Protocol):
         ...
 
     def read(self, key: str, start: int, end: int) -> Iterator[bytes]:
-        """Bytes from `start` to before `end`, in pieces. Raises StorageUnavailable, also if some lack."""
+        """Pieces of the bytes from `start` to before `end`. Raises StorageUnavailable, also if some lack."""
         ...
 
     def delete(self, key: str) -> None:
-        """It is there no more, or never was. Raises StorageUnavailable."""
+        """Delete an object, if it exists. Raises StorageUnavailable."""
         ...
 
 
 def new_key(owner: str) -> str:
-    """For one more object; those of one owner lie together."""
+    """Return a unique key. The keys of an owner have the same prefix."""
     return f"{owner[:32] or 'shared'}/{secrets.token_hex(16)}"
 
 

@@ -26,7 +26,7 @@ OUTAGES = 30
 """The same for errors during an outage, when no other line was answered either."""
 
 TIMEOUTS = 3
-"""Timeouts of a line after which it is given up."""
+"""Timeouts after which a line fails."""
 
 LOSSES = 2
 """Losses of workers or connections after which a line is a suspect."""
@@ -55,7 +55,7 @@ class AttemptOutcome(enum.Enum):
     BUSY = "busy"
     FAULT = "fault"
     OUTAGE = "outage"
-    """A fault that other lines have as well, or that the line did not cause."""
+    """A failure that the line did not cause."""
     LOST = "lost"
     """The worker, or the connection while the answer was awaited."""
     SLOW = "slow"

@@ -42,7 +42,7 @@ from baton_http.replies import REQUEST_ID, Receive, Scope, Send, request_id, sen
 log = logging.getLogger(__name__)
 
 BODY_LIMIT = 512 * 1024 * 1024
-"""Bytes of a group of results; it is larger than a megabyte only if one answer is."""
+"""Maximum bytes of a group of results, unless one result is larger."""
 
 RUNNERS = "batch runners"
 """Whose share of the memory of connections results take."""
@@ -154,7 +154,7 @@ class RunnerApi:
             raise _malformed(error) from error
 
     def _claim(self, token: RunnerToken, job: str) -> None:
-        """See that the batch is this BatchJob's. Raises Unauthorized, and NotReady while it is validated."""
+        """Check that the BatchJob runs the batch. Raises Unauthorized, and NotReady during validation."""
         batch = self._storage.jobs.claim(token.batch, job)
         if batch.status is BatchStatus.VALIDATING:
             raise NotReady(f"{batch.id} is being validated.")
@@ -198,7 +198,7 @@ class RunnerApi:
         return max(1, self._terms.window() // working)
 
     async def _lines(self, token: RunnerToken, query: bytes) -> InputSlice:
-        """Ledger and store are asked in threads of their own: a slow store holds up no heartbeat."""
+        """Ledger and store have their own threads, so that a slow store does not delay heartbeats."""
         try:
             turn = _turn(parse_qs(query.decode("latin-1")).get("after", [""])[0])
         except ValueError as error:
@@ -231,7 +231,7 @@ def _bearer(scope: Scope) -> str:
 
 
 def _is_pod_token(token: str) -> bool:
-    """Whether the token is not one of the router's own."""
+    """Whether the token is from a BatchJob, and not from a router."""
     return not token.startswith(runner_tokens.PREFIX)
 
 

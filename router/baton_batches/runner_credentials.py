@@ -61,7 +61,7 @@ class RunnerSecret:
         """Empty until `get` has read it from the database: no token is good then."""
 
     async def get(self) -> bytes:
-        """Raises StorageUnavailable while it is in a database that is away."""
+        """Raises StorageUnavailable if it is in a database that does not answer."""
         if not self.value:
             async with self._loading:
                 self.value = self.value or await asyncio.to_thread(stored_secret, self._url)

@@ -44,7 +44,7 @@ class ExitStatus(enum.IntEnum):
     LEASE_LOST = 75
     """Another runner has the batch."""
     TERMINATED = 76
-    """It was asked to stop before the batch was done."""
+    """The runner was stopped before the batch was done."""
 
 
 def run(url: str, batch: str, token: str, name: str = "", exit_with_parent: bool = False) -> ExitStatus:
@@ -73,7 +73,7 @@ def default_name() -> str:
 
 
 async def _until_parent_exits(work: Coroutine[Any, Any, ExitStatus]) -> ExitStatus:
-    """Run until the parent ends, which closes the standard input of this process."""
+    """Run until the parent closes the standard input of this process, which it does by ending."""
     working = asyncio.ensure_future(work)
     parent = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(

@@ -1,4 +1,4 @@
-"""Creation of a batch from a file, once: after a crash it is found again by its metadata."""
+"""Create a batch from a file exactly once: after a crash, its metadata identify it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class BatchSubmission:
         self._rng = rng or random.Random()
 
     async def batch(self) -> str:
-        """The id of the batch, which is made if it is not there. Raises SubmissionRejected."""
+        """Return the id of the batch, after creating it if needed. Raises SubmissionRejected."""
         try:
             return await self._find() or await self._make()
         finally:

@@ -31,7 +31,7 @@ from baton_batches.values import BatchRecord
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
-"""Seconds from one look at the ledger to the next."""
+"""Seconds between two reads of the ledger."""
 
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 30.0
@@ -40,7 +40,7 @@ STOP_S = 10.0
 """Seconds that runners have to end when the router does."""
 
 TOKEN_VARIABLE = "BATON_BATCH_TOKEN"
-"""The environment variable that a runner's token stands in: others on the machine can read its arguments."""
+"""Environment variable with the token of a runner. Other users could read it in the arguments."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -252,7 +252,7 @@ def bindable(text: str) -> str:
 
 
 def fetch_batch(connection: Connection, id: str, lock: bool = True) -> BatchRecord:
-    """The batch, and no one else writes it before this transaction ends. Raises BatchNotFound."""
+    """Return the batch and lock its row for this transaction. Raises BatchNotFound."""
     wanted = select(batches).where(batches.c.id == bindable(id))
     row = connection.execute(wanted.with_for_update() if lock else wanted).first()
     if row is None:

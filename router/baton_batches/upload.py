@@ -169,7 +169,7 @@ def sanitized(name: str) -> str:
 
 
 WRITE_BYTES = 256 * 1024
-"""Bytes that wait to be parsed and written; a client that is faster than the store waits for it."""
+"""Maximum bytes that are received but not written. Beyond it, the client is not read."""
 
 FORM_OVERHEAD = 64 * 1024
 """Bytes that a form has besides its file."""
@@ -207,7 +207,7 @@ class _FileUpload:
     async def run(
         self, form: UploadForm, body: AsyncIterator[bytes], free: Callable[[int], None]
     ) -> StoredFile:
-        """`free` is told how many bytes of the body are not in memory any more."""
+        """`free` is called with the number of bytes of the body that have left memory."""
         run, transfer = self._storage.run, self._storage.transfer
         try:
             await run(partial(self._storage.files.begin_upload, self._key, self._now))

@@ -155,7 +155,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class BatchRecord:
-    """One batch. Times are seconds of the Unix epoch; None: it has not come to that."""
+    """One batch. Times are in seconds of the Unix epoch; None if the event has not happened."""
 
     seq: int
     id: str

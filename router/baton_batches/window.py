@@ -71,7 +71,7 @@ class SendWindow:
         self._resting = 0
 
     def answered(self, now: float) -> None:
-        """A line came back with something that is not a refusal."""
+        """Count a response other than a rejection."""
         self._answered += 1
         self._served = True
         seconds = now - self._began
@@ -82,7 +82,7 @@ class SendWindow:
         self._answered = 0
 
     def refused(self, sent: float, now: float, wait_s: float) -> None:
-        """A line that was sent at `sent` came back with a request to come later, in `wait_s` seconds."""
+        """Count a rejection with `Retry-After: wait_s` of a line that was sent at `sent`."""
         self.pause(now, wait_s)
         if sent < self._cut_at:
             return  # it was sent before the last cut, which accounts for it

@@ -26,7 +26,7 @@ MSGPACK = "application/msgpack"
 
 SLICE_LINES = 500
 SLICE_BYTES = 1024 * 1024
-"""Bounds of a slice; one line that is larger comes alone."""
+"""Maximum lines and bytes of a slice. A longer line is a slice by itself."""
 
 
 class RunnerOrder(enum.StrEnum):

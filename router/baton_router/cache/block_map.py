@@ -31,7 +31,7 @@ Tree = dict[int, int | None]
 
 
 LEFT_LIMIT = 65_536
-"""Blocks that are nowhere any more, and whose names and chunks are still known."""
+"""Maximum evicted blocks whose names and chunks stay known."""
 
 TIER_CHUNKS = 262_144
 """Maximum chunks in a tier of one worker, or in storage that workers share: of prompts of 128 MiB."""
@@ -273,7 +273,7 @@ class BlockMap:
         self._release(blocks)
 
     def replace(self, holding: _Holding, tree: Tree) -> None:
-        """Something else is there than before; most of it has no chunks, and is not looked at."""
+        """Update the chunks of changed blocks. Most blocks have none."""
         before, holding.tree = holding.tree, tree
         mapped = [*self._chunks, *self._left]
         self.dropped(holding, [block for block in mapped if block in before and block not in tree])
@@ -282,12 +282,12 @@ class BlockMap:
         self.added(holding, added)
 
     def _end(self, holding: _Holding) -> None:
-        """Nothing will be there any more."""
+        """Remove a holding, and release its blocks."""
         self._holdings.remove(holding)
         self._release([block for block in self._chunks if block in holding.tree])
 
     def _release(self, blocks: Iterable[int]) -> None:
-        """These blocks are in one place fewer; chunks of blocks that are nowhere are kept for some time."""
+        """Release blocks of a holding. Chunks of blocks that no holding has are kept for some time."""
         for block in blocks:
             if block in self._chunks and not any(block in holding.tree for holding in self._holdings):
                 self._left[block] = self._chunks.pop(block)

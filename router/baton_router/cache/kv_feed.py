@@ -92,7 +92,7 @@ class KvEventFeed:
             self._catch_up(now)
 
     def replay_ended(self, now: float) -> None:
-        """The replay is over; batches still missing are gone, so a snapshot is needed."""
+        """Record the end of the replay. If batches are still missing, a snapshot is needed."""
         if self._missing is FeedRequest.REPLAY:
             self._want(FeedRequest.SNAPSHOT, now)
 
@@ -116,7 +116,7 @@ class KvEventFeed:
             self._want(FeedRequest.SNAPSHOT, now)
 
     def failed(self, now: float) -> None:
-        """The snapshot did not come."""
+        """Record that the snapshot failed."""
         self._want(FeedRequest.SNAPSHOT, now + self._pause)
         self._pause = min(2 * self._pause, RETRY_LIMIT_S)
 
@@ -135,7 +135,7 @@ class KvEventFeed:
             self._want(FeedRequest.REPLAY, now)
 
     def _catch_up(self, now: float) -> None:
-        """Apply what has waited, as far as nothing is missing."""
+        """Apply the waiting batches up to the first gap."""
         while (events := self._buffered.pop(self.next, None)) is not None:
             self._apply(events)
         if not self._buffered:

@@ -100,7 +100,7 @@ class TokenBlocks:
         return translated
 
     def forget_places(self) -> None:
-        """It is not known any more where blocks are."""
+        """Forget where the blocks are."""
         for blocks in self._places.values():
             blocks.clear()
         self._retire(list(self._names))
@@ -156,7 +156,7 @@ class TokenBlocks:
         return self._went(gone, event)
 
     def _clear(self) -> list[Event]:
-        """What leaves with the pool; the pool last, as its event stands for all of its blocks."""
+        """Clear the pool and its tiers. Returns the events; that of the pool comes last, for all blocks."""
         cleared: list[Event] = []
         for tier in reversed(self._cleared):
             gone: dict[int | bytes, None] = {}

@@ -35,7 +35,7 @@ EVENTS = "/dashboard/events"
 DATA_PATHS = frozenset({NOW, EVENTS})
 
 POLL_S = 0.25
-"""Seconds from one look at the requests to the next."""
+"""Seconds between two checks of the requests."""
 
 SERVICE_POLLS = 4
 """Looks from one picture of the service to the next."""
@@ -63,7 +63,7 @@ class LiveDashboard:
         """Open dashboards that receive events now."""
 
     async def serve_file(self, scope: Scope, send: Send) -> bool:
-        """Answer with the file that is asked for; says whether there is one."""
+        """Serve the requested file. Returns whether there is one."""
         file = self.files.get(scope["path"])
         if file is None or scope["method"] not in ("GET", "HEAD"):
             return False
@@ -160,7 +160,7 @@ def _event(kind: bytes, value: dict[str, Any]) -> bytes:
 
 FOLDER = Path(__file__).parent / "web"
 PREFIX = "/dashboard/"
-"""Where the files are, but for the document, which is at `/`."""
+"""Path of the files, except the document, which is at `/`."""
 
 CONTENT_SECURITY_POLICY = "; ".join(
     (
@@ -207,7 +207,7 @@ class StaticFile:
         return cls(body, f"{TYPES[path.suffix]}; charset=utf-8", f'"{tag}"'.encode())
 
     async def send(self, send: Send, request_headers: list[tuple[bytes, bytes]], *, bodiless: bool) -> None:
-        """Answer with it, or with nothing if the browser has these bytes already."""
+        """Send the file, or 304 if the browser has these bytes."""
         same = any(name == b"if-none-match" and self.tag in value for name, value in request_headers)
         headers = [
             (b"content-type", self.type.encode()),

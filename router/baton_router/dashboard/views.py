@@ -175,7 +175,7 @@ Epoch = Callable[[float], float]
 
 
 def visible(placement: Placement, tenant: Tenant) -> bool:
-    """Whether this tenant may see that there was such a request."""
+    """Whether the tenant may see the request."""
     return tenant.admin or placement.request.tenant == tenant.id
 
 

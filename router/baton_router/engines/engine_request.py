@@ -42,7 +42,7 @@ PREFILL_CRASHED = "prefill_crashed"
 """Cause of a loss for which a prefill worker is to blame that died or stopped with the request."""
 
 CRASH_CAUSES = frozenset({"reset", "hung", PREFILL_CRASHED})
-"""Causes of `UpstreamLost` of which the request itself may be the reason: its worker died or stopped."""
+"""Causes of `UpstreamLost` that the request may be to blame for: its worker died or stopped."""
 
 PREFILL_CAUSES = frozenset({PREFILL_LOST, PREFILL_CRASHED})
 
@@ -71,7 +71,7 @@ class ResumeState(Protocol):
 
     @property
     def passed(self) -> int:
-        """Tokens whose text the client has."""
+        """Number of tokens whose text the client has."""
         ...
 
     @property
@@ -116,7 +116,7 @@ class EngineRequest:
         self.prompt_tokens = 0
         """Tokens of the prompt, as the prefill worker reports; 0 without one."""
         self.cached: int | None = None
-        """Cached ones of them; None if unknown."""
+        """Cached tokens of the prompt; None if unknown."""
         self.tail = ""
         """Name of the prompt's last full block, as in `PromptReport`."""
         self.fallback: Fallback | None = None

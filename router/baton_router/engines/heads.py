@@ -46,7 +46,7 @@ _NOT_FORWARDED = {
     (False, True): _REQUEST_ONLY | trace_context.HEADERS,
     (True, True): _REQUEST_ONLY_KEYED | trace_context.HEADERS,
 }
-"""By whether clients' keys stay here, and whether the router says itself what it is of a trace."""
+"""Headers that are not forwarded, by whether the router replaces keys, and writes trace headers."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """
-The response that a gateway passes to the client: what the router learns as it sees its headers and body.
+A response that a gateway passes to the client, as the router sees its headers and body.
 
-The router can neither repeat nor mend it. It reports to the scheduler when the response begins and whether it
-was whole.
+The router can neither retry nor repair it. It reports to the scheduler when the response begins, and whether
+it was complete.
 """
 
 from __future__ import annotations

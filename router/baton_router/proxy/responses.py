@@ -35,21 +35,21 @@ from baton_router.settings import RouterSettings
 PATH = "/v1/responses"
 STATE = headers.STATE.encode()
 
-KEPT_LIMIT = 16 * 1024 * 1024
-"""Bytes of one answer that are listened to; a larger one is not kept."""
+RECORDED_LIMIT = 16 * 1024 * 1024
+"""Maximum bytes of a response that is stored; of a longer one, nothing more is recorded."""
 
 _DATA = re.compile(rb"^data: ?(.*)$", re.MULTILINE)
 
 
 class ResponseRequest(msgspec.Struct):
-    """The fields of a request that decide what is kept and continued; the rest is the worker's to judge."""
+    """The fields of a request that decide what is stored and continued. The worker validates the others."""
 
     input: str | list[msgspec.Raw] | None = None
     previous_response_id: Any = None
     store: Any = None
 
     @property
-    def wants_to_be_kept(self) -> bool:
+    def wants_storage(self) -> bool:
         return self.store is None or self.store is True
 
     @property
@@ -81,7 +81,7 @@ def needs_store(body: bytes, *, keeps: bool) -> bool:
     """
     Whether a request continues a response.
 
-    For a router that `keeps` responses, also whether its own is to be kept, or it refers to items.
+    For a router that `keeps` responses, also whether its response will be stored, or it refers to items.
     """
     try:
         check_values(body)
@@ -89,7 +89,7 @@ def needs_store(body: bytes, *, keeps: bool) -> bool:
     except (InvalidRequest, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False  # the worker, or the proxy before it, says what is wrong with it
     refers = response_items.REFERENCE.encode() in body
-    return isinstance(request.previous_response_id, str) or (keeps and (request.wants_to_be_kept or refers))
+    return isinstance(request.previous_response_id, str) or (keeps and (request.wants_storage or refers))
 
 
 class ResponsesProxy:
@@ -113,11 +113,11 @@ class ResponsesProxy:
         inner = {**scope, "headers": given}
 
         async def receiving() -> MutableMapping[str, Any]:
-            if exchange.read:
+            if exchange.request_read:
                 return await receive()
             body = await ClientConnection(scope, receive, send).body(self._settings.max_body)
             body = await exchange.request(body)
-            inner["headers"] = [*given, (STATE, b"%d" % exchange.earlier)]
+            inner["headers"] = [*given, (STATE, b"%d" % exchange.earlier_items)]
             return {"type": "http.request", "body": body, "more_body": False}
 
         async def sending(message: Any) -> None:
@@ -128,22 +128,22 @@ class ResponsesProxy:
 
 
 class ResponseExchange:
-    """One request and its answer, as far as they are listened to."""
+    """One request and the part of its response that will be stored."""
 
     def __init__(self, store: RouterResponseStore, owner: bytes, limit: int) -> None:
         """`limit`: bytes of a body, with the conversation that it continues."""
-        self.read = False
-        """Whether the request has been heard."""
-        self.earlier = 0
-        """How many items of earlier responses stand before its own."""
+        self.request_read = False
+        """Whether `request` was called."""
+        self.earlier_items = 0
+        """Number of items of earlier responses before those of the request."""
         self._store = store
         self._owner = owner
         self._limit = limit
-        self._before: Turn | None = None
+        self._previous: Turn | None = None
         self._input: list[bytes] = []
-        self._listens = False
+        self._recording = False
         self._stream = False
-        self._heard = bytearray()
+        self._recorded = bytearray()
 
     async def request(self, body: bytes) -> bytes:
         """
@@ -151,27 +151,27 @@ class ResponseExchange:
 
         Raises PreviousResponseNotFound, BodyTooLarge, InvalidRequest, StorageUnavailable.
         """
-        self.read = True
+        self.request_read = True
         check_values(body)
         try:
             request = _request_decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return body  # the worker, or the proxy before it, says what is wrong with it
-        self._listens = request.wants_to_be_kept
+        self._recording = request.wants_storage
         given = request.items
         references = response_items.references(given)
-        kept = await self._store.items(self._owner, set(references.values())) if references else {}
-        self._input = resolved(given, references, kept)
+        stored = await self._store.items(self._owner, set(references.values())) if references else {}
+        self._input = resolved(given, references, stored)
         earlier: list[bytes] = []
         if isinstance(request.previous_response_id, str):
             try:
-                self._before = await self._store.get(self._owner, request.previous_response_id)
+                self._previous = await self._store.get(self._owner, request.previous_response_id)
             except ResponseNotFound as error:
                 raise PreviousResponseNotFound(request.previous_response_id) from error
-            if self._before.is_longer_than(self._limit - len(body)):
+            if self._previous.is_longer_than(self._limit - len(body)):
                 raise BodyTooLarge(self._limit)
-            earlier = self._before.conversation
-            self.earlier = len(earlier)
+            earlier = self._previous.conversation
+            self.earlier_items = len(earlier)
         elif self._input == given:
             return body
         if sum(map(len, self._input)) - sum(map(len, given)) > self._limit - len(body):
@@ -181,37 +181,37 @@ class ResponseExchange:
         return msgspec.json.encode(fields)
 
     async def answer(self, message: MutableMapping[str, Any]) -> None:
-        """Hear a message of the answer before it goes to the client."""
-        if not self._listens:
+        """Record a message of the response before it goes to the client."""
+        if not self._recording:
             return
         if message["type"] == "http.response.start":
-            self._listens = message["status"] == 200
+            self._recording = message["status"] == 200
             self._stream = is_event_stream(message["headers"])
             return
         piece = message.get("body", b"")
-        if self._stream and not self._heard:
+        if self._stream and not self._recorded:
             last = last_response_event(piece)
             if last < 0:
                 return
             piece = piece[last:]
-        self._heard += piece
-        if len(self._heard) > KEPT_LIMIT:
-            self._listens = False
-        elif (b"\n\n" in self._heard) if self._stream else not message.get("more_body"):
-            self._listens = False
-            await self._keep(bytes(self._heard))
+        self._recorded += piece
+        if len(self._recorded) > RECORDED_LIMIT:
+            self._recording = False
+        elif (b"\n\n" in self._recorded) if self._stream else not message.get("more_body"):
+            self._recording = False
+            await self._store_turn(bytes(self._recorded))
 
-    async def _keep(self, heard: bytes) -> None:
-        """Put the response that was heard into the store."""
+    async def _store_turn(self, recorded: bytes) -> None:
+        """Store the recorded response, with the items of its request."""
         try:
             if self._stream:
-                data = _DATA.search(heard)
-                heard = bytes(_last_event_decoder.decode(data[1] if data else b"").response)
-            answered = _summary_decoder.decode(heard)
+                data = _DATA.search(recorded)
+                recorded = bytes(_last_event_decoder.decode(data[1] if data else b"").response)
+            answered = _summary_decoder.decode(recorded)
             items = [_item_decoder.decode(item) for item in self._input]
         except (msgspec.DecodeError, UnicodeDecodeError):
-            return  # the client gets it as it is, but it cannot be continued
+            return  # the client gets it unchanged, but it cannot be continued
         if answered.status in ("completed", "incomplete"):
-            turn = Turn(answered.id, self._before, response_items.named(items), heard)
+            turn = Turn(answered.id, self._previous, response_items.named(items), recorded)
             with suppress(StorageUnavailable):  # the store logs and counts it; the client has its answer
                 await self._store.put(self._owner, turn)

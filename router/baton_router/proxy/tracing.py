@@ -52,7 +52,7 @@ class Tracing:
         self._bound = round(ratio * 2**64)
 
     def begin(self, given: Headers) -> RequestTrace:
-        """A request has arrived, with these headers."""
+        """Return the trace of a request that has arrived with these headers."""
         parent = trace_context.read(given)
         if parent is None:
             trace = random.getrandbits(128) or 1  # a name and no secret: no call of the system
@@ -63,12 +63,12 @@ class Tracing:
         return RequestTrace(self._spans.take, here, parent.span if parent else 0)
 
     async def close(self) -> None:
-        """Send what was not sent yet."""
+        """Send the remaining spans."""
         await asyncio.to_thread(self._spans.close)
 
 
 class RequestTrace:
-    """One request's."""
+    """The trace of one request: its context for workers, and what its spans will say."""
 
     __slots__ = (
         "_epoch_ns",
@@ -87,7 +87,7 @@ class RequestTrace:
         self.here = here
         self.parent = parent
         self.recorded = here.sampled
-        """Whether anything of it is kept; its trace is passed on in any case."""
+        """Whether its spans are written. Workers get its context in any case."""
         if self.recorded:
             self.place = otlp.place(here.trace, here.span)
             self.began = time.perf_counter()
@@ -97,11 +97,11 @@ class RequestTrace:
 
     @property
     def lines(self) -> bytes:
-        """The headers for the worker, whose parent the router is."""
+        """The header lines for the worker, whose spans are children of the router's."""
         return self.here.lines
 
     def note(self, name: str, **attributes: str | int) -> None:
-        """Something that happened on the way."""
+        """Add an event to the span of the request."""
         if self.recorded:
             self.events += otlp.event(name, self.ns(time.perf_counter()), attributes)
 
@@ -128,7 +128,7 @@ class RequestTrace:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """When the router saw a request move, by its clock, in seconds; None for what has not been."""
+    """The times of a request by the router's clock, in seconds; None for what has not happened."""
 
     arrived: float
     decided: float
@@ -140,7 +140,7 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class RequestPhase:
-    """One part of the way, by the router's clock."""
+    """A phase of a request, by the router's clock."""
 
     name: str
     start: float

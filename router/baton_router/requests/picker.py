@@ -31,7 +31,7 @@ class RequestCost(msgspec.Struct, frozen=True):
     other_bytes: int = 0
     """Of its prompts but the first one, which alone decides where it goes."""
     choices: int = 1
-    """Answers that it asks for; 0 if it generates nothing."""
+    """Requested answers; 0 for a request that generates nothing."""
     answer_limit: int | None = None
     """The most tokens of each choice; None if the request does not say."""
 
@@ -65,7 +65,7 @@ class WorkerLoss(msgspec.Struct, frozen=True):
     """How a worker was lost while it had a request."""
 
     crashed: bool = False
-    """It died or hung, of which the request may be the reason."""
+    """The worker died or hung, perhaps because of the request."""
     at_prefill: bool = False
     """The prefill worker is to blame, not the decode worker."""
     prefill_crashed: bool = False

@@ -3,7 +3,7 @@ Quotas of tenants: token buckets and a count of open requests, reserved at admis
 
 A bucket fills evenly and holds one minute's worth. A request reserves its expected use from all buckets or
 from none. Prompts count by their bytes, each choice by the usual length, or by its own limit if that is less
-(`request_cost`). At the end the difference is returned or charged, so that many small requests at once cannot
+(`RequestCost`). At the end the difference is returned or charged, so that many small requests at once cannot
 exceed the limit together. A request that needs more than a bucket holds waits until the bucket is full, and
 leaves a debt; one with more choices than may be open waits until none is.
 

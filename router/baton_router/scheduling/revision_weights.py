@@ -83,7 +83,7 @@ class RevisionShares:
         return len(self._credit)
 
     def choose(self, weights: Mapping[str, float], preferred: str) -> str:
-        """One of those with a weight, of which there is at least one; `preferred` need not be."""
+        """Choose a revision that has a weight; at least one has. `preferred` may have none."""
         credit = self._credit
         if preferred in weights and credit.get(preferred, 0.0) > -AHEAD_LIMIT:
             return preferred

@@ -1,5 +1,5 @@
 """
-Whether a worker on which requests failed is left alone for a while: a circuit breaker, as a value.
+The circuit breaker of a worker: after failed requests, the worker gets none for a while.
 
     closed -> open, for a pause -> half open: one request decides -> closed, or open for twice as long
 
@@ -13,19 +13,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 FAILURES_IN_A_ROW = 5
-"""Failures without a success between that open it."""
+"""Consecutive failures that open the breaker."""
 
 WINDOW = 20
-"""Outcomes of which half may not be failures, counted from the first failure on."""
+"""Latest outcomes, from a failure on, that open the breaker if half of them are failures."""
 
 WINDOW_S = 10.0
 """Seconds within which these outcomes must have come."""
 
 PAUSE_S = 2.0
-"""Seconds for which it is open the first time; each further time is twice as long."""
+"""Seconds of the first pause; each further pause is twice as long."""
 
 PAUSE_LIMIT_S = 60.0
-"""The longest pause; also how long it must have been closed for the next to be a first time again."""
+"""Maximum seconds of a pause. After this time without one, the next pause is a first one again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +33,16 @@ class CircuitBreaker:
     """The breaker of one worker. Requests have unique numbers > 0."""
 
     failures: int = 0
-    """In a row."""
+    """Consecutive ones."""
     recent: tuple[tuple[float, bool], ...] = ()
-    """When requests ended and whether they failed, from a failure on; the newest last."""
+    """Times of outcomes and whether they were failures, from a failure on; the newest last."""
     openings: int = 0
-    """In a row, without `PAUSE_LIMIT_S` between."""
+    """Consecutive pauses, less than `PAUSE_LIMIT_S` apart."""
     opened: bool = False
     since: float = 0.0
     """When it last opened or closed."""
     probe: int = 0
-    """The request that decides, if one is under way."""
+    """Number of the running request that decides whether the breaker closes; 0 without one."""
 
     @property
     def until(self) -> float:
@@ -50,7 +50,7 @@ class CircuitBreaker:
         return self.since + min(PAUSE_S * 2.0 ** min(self.openings - 1, 10), PAUSE_LIMIT_S)
 
     def refuses(self, now: float) -> bool:
-        """Whether no request should go there."""
+        """Whether the worker should get no request now."""
         return self.opened and (now < self.until or self.probe != 0)
 
     def sent(self, number: int, now: float) -> CircuitBreaker:
@@ -71,7 +71,7 @@ class CircuitBreaker:
         return replace(self, failures=0, recent=recent if any(failed for _, failed in recent) else ())
 
     def failed(self, number: int, now: float) -> CircuitBreaker:
-        """A request failed for which the worker is to blame."""
+        """A request failed because of the worker."""
         if self.opened:
             return self._open(now) if number == self.probe else self
         recent = (*self.recent, (now, True))[-WINDOW:]
