@@ -14,8 +14,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from baton_cli.bench.outcomes import Outcome
 from baton_cli.bench.prompts import BenchRequest
-from baton_cli.bench.report import Outcome
 
 Send = Callable[[BenchRequest, float, float], Awaitable[Outcome]]
 """Sends a request, given its scheduled start and its delay."""

@@ -29,8 +29,9 @@ from baton_cli import router_workers
 from baton_cli.bench import prompts
 from baton_cli.bench.command import BenchPlan, BenchTarget, Say
 from baton_cli.bench.connection import Answer, Endpoint
+from baton_cli.bench.outcomes import Outcome, read
 from baton_cli.bench.prompts import BenchRequest
-from baton_cli.bench.report import Outcome, read, significant
+from baton_cli.bench.report import significant
 from baton_cli.bench.session import Session, open_session, target
 from baton_cli.router_workers import ANSWER_S, Row, reported_load
 

@@ -21,8 +21,8 @@ from baton_api.errors import SetupError
 from baton_cli.bench import load, prompts
 from baton_cli.bench.connection import Answer, Endpoint
 from baton_cli.bench.load import LoadResult
+from baton_cli.bench.outcomes import Outcome, read
 from baton_cli.bench.prompts import BenchRequest, Measure, Prompts, Shape
-from baton_cli.bench.report import Outcome, read
 
 PROBE_WORDS = (8, 40)
 """Words of the two prompts that measure the tokens per word."""

@@ -15,9 +15,10 @@ from baton_api.profiles import Point
 from baton_cli.bench import load, prompts
 from baton_cli.bench.connection import BROKEN, Answer, Endpoint
 from baton_cli.bench.load import ClientCost, LoadResult
+from baton_cli.bench.outcomes import Outcome, read
 from baton_cli.bench.profiler import fit, fitted, step_s
 from baton_cli.bench.prompts import BenchRequest, Measure, Prompts, Shape
-from baton_cli.bench.report import Objective, Outcome, level, read
+from baton_cli.bench.report import Objective, level
 
 
 def chunk(text: str = "", usage: dict[str, object] | None = None) -> bytes:
