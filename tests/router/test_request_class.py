@@ -74,6 +74,9 @@ queue = PriorityQueue()
 last, middle, first = (entry(1, level=LEVELS[name]) for name in ("bulk", "batch", "default"))
 for one in (last, middle, first):
     queue.add(one)
+offered = []
+queue.offer(lambda one: bool(offered.append(one)), lambda: True, 0.0)
+assert offered == [first], offered  # while a client waits, the background is not offered a worker
 order = []
 for _ in range(3):  # each goes only while nothing before it waits
     queue.offer(lambda one: order.append(one) or True, lambda: True, 0.0)
