@@ -10,10 +10,6 @@ from baton_http.protocol import EXTENSION, WITHOUT_BODY, RequestCycle
 from baton_http.replies import Receive, Scope, Send
 from baton_http.upstream import Headers
 
-OVERSIZE_FACTOR = 4
-"""A body over the limit is read up to this multiple of it: a client that is cut off while sending does not
-read the error."""
-
 FLUSH_S = 5.0
 """Seconds in which sent bytes must reach a client whose connection is then cut."""
 
@@ -71,28 +67,21 @@ class ClientConnection:
         Raises BodyTooLarge, ClientDisconnected, and why the rest of it is not read.
         """
         cycle = self._cycle
-        cycle.keeps = True
+        cycle.expect(limit)
         if self._heard and (here := cycle.buffered_body()) is not None:
             self.read = True
             return self._within(here, limit)
         body = bytearray()
-        size = 0
-        while not self.read and size <= OVERSIZE_FACTOR * limit:
+        while not self.read:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise cycle.refusal or ClientDisconnected
-            size += len(message["body"])
             self.read = not message.get("more_body")
-            if self.read and size == len(message["body"]):
+            if self.read and not body:
                 return self._within(message["body"], limit)
-            if size <= limit:
-                body += message["body"]
-            elif cycle.keeps:
-                cycle.keeps = False
-                body.clear()
-                cycle.hold(0)
-        if size > limit:
-            raise BodyTooLarge(limit)
+            body += message["body"]
+            if len(body) > limit:
+                raise cycle.refused(BodyTooLarge(limit))
         return bytes(body)
 
     async def start(self, status: int, headers: Headers) -> None:

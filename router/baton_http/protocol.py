@@ -7,8 +7,13 @@ deadline. A client that sends its body, or reads its response, slower than `Pace
 per connection covers all of its deadlines.
 
 `ConnectionLimits.memory` counts what all connections hold: bodies that have arrived, until they are consumed
-or their request ends, and responses that clients have not read. A body beyond a tenant's share is refused,
-and a response beyond it is cut off.
+or their request ends, bodies of an announced length that an application waits for, and responses that clients
+have not read. A body beyond a tenant's share is refused, at its head if its length is known, and a response
+beyond it is cut off.
+
+A client that is refused may send on: if it were cut off, it would not read why. What nobody wants is read the
+more slowly, and refusals for lack of memory come the later, the more such connections its tenant has. So a
+client that ignores refusals, or asks again at once, costs little.
 
 No request is an upgrade. Clients offer HTTP/2 or a websocket in a request that is complete without it, and
 httptools ends such a request at its head. Its body is then read by a parser of its own. What cannot be
@@ -22,10 +27,11 @@ interfaces keep the same state: an answer may begin on one and end on the other.
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import logging
 import math
 import socket
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,8 +44,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from baton_api.capacity import SharedCapacity
-from baton_api.errors import BatonError, BodyTooSlow, HeadTooLarge, InvalidRequest, Overloaded
+from baton_api.errors import BatonError, BodyTooLarge, BodyTooSlow, HeadTooLarge, InvalidRequest, Overloaded
 from baton_http.pace import Pace
+from baton_http.replies import error_response, request_id
 from baton_http.request_heads import body_framing, check_head
 from baton_http.upstream import no_delay
 
@@ -60,11 +67,17 @@ DEADLINE_CHECKS = 4
 """Checks of the deadlines in the shortest of them."""
 
 REFUSED_S = 2.0
-"""Seconds for which a refused connection is read on: a client that is cut off while it sends does not read
-why."""
+"""Seconds for which a refused connection is read on, and longest delay of a refusal."""
+
+REFUSAL_S = 0.02
+"""Seconds by which each connection of a tenant that is refused, or sends what nobody wants, delays its next
+refusal for lack of memory."""
+
+DISCARD_S = 0.005
+"""Seconds by which each such connection delays the next read of what nobody wants."""
 
 DISCARDED_LIMIT = 64 * 1024 * 1024
-"""Bytes of a body that are read on after its request was answered, for the same reason."""
+"""Bytes that a connection may send after its last request was answered or refused."""
 
 PIPELINE_LIMIT = 64
 """Requests of one connection that wait behind the one that is being answered."""
@@ -84,6 +97,8 @@ class ConnectionLimits:
     """Seconds for which a client may read nothing of a response; see `Pace`."""
     memory: SharedCapacity = field(default_factory=lambda: SharedCapacity(64 * 1024 * 1024))
     """Bytes of bodies and responses."""
+    unwanted: Counter[str] = field(default_factory=Counter)
+    """Connections that are refused, or send what nobody wants, by tenant."""
 
     @property
     def check_s(self) -> float:
@@ -124,9 +139,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._holder = ""
         """The tenant for whom they count."""
         self._discarded = 0
-        """Bytes of the body that arrived after its request was answered."""
+        """Bytes that arrived after the request was answered or refused."""
+        self._unwanted: str | None = None
+        """The tenant for whom this connection counts in `limits.unwanted`."""
         self._refusal = b""
         """The last answer of this connection. Everything that still arrives is ignored."""
+        self._late: asyncio.TimerHandle | None = None
+        """Writes a refusal that is delayed."""
         self._segment = 0
         """Bytes that are being parsed."""
         self._framing: bytes | None = None
@@ -146,6 +165,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self._hold_unsent(0)
         self._forget_requests()
+        self._count_unwanted(None)
+        self.cycle = self._answered = None  # type: ignore[assignment]  # they refer to this object
 
     def _forget_requests(self) -> None:
         """No request of this connection gets an answer any more."""
@@ -156,6 +177,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._refusal:
+            self._discard(len(data))
             return
         self._segment = len(data)
         self._unread += self._segment
@@ -169,13 +191,34 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                     rest = memoryview(rest)[offer.args[0] :]
                     self._ignore_offer()
         except httptools.HttpParserError as error:
-            cause = error.__context__  # of a callback
-            if not isinstance(cause, BatonError):
-                reason = cause if isinstance(cause, httptools.HttpParserError) else error
-                cause = InvalidRequest(f"Invalid HTTP request: {reason}.")
-            self._refuse(cause)
+            self.refuse(_why(error))
         if self._unread > self.limits.max_header:
-            self._refuse(HeadTooLarge(self.limits.max_header))
+            self.refuse(HeadTooLarge(self.limits.max_header))
+
+    def _discard(self, size: int) -> None:
+        """Nobody wants the last `size` bytes; read on after a pause."""
+        self._discarded += size
+        if self._discarded > DISCARDED_LIMIT:
+            self.transport.abort()
+            return
+        self._count_unwanted(self.cycle.tenant if self.cycle else "")  # type: ignore[attr-defined]
+        self.flow.pause_reading()
+        self.loop.call_later(DISCARD_S * self.limits.unwanted[self._unwanted or ""], self._read_on)
+
+    def _read_on(self) -> None:
+        if self._unwanted is not None and not self.transport.is_closing():
+            self.flow.resume_reading()
+
+    def _count_unwanted(self, tenant: str | None) -> None:
+        """Count this connection in `limits.unwanted` for this tenant, or no longer."""
+        counts, before = self.limits.unwanted, self._unwanted
+        if before is not None:
+            counts[before] -= 1
+            if not counts[before]:
+                del counts[before]
+        if tenant is not None:
+            counts[tenant] += 1
+        self._unwanted = tenant
 
     def _ignore_offer(self) -> None:
         """Continue after the head of a request that offers an upgrade."""
@@ -276,11 +319,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._receiving is not None:
             self._receiving.moved(len(body), self.loop.time())
         if cycle.response_complete:
-            self._discarded += len(body)
-            if self._discarded > DISCARDED_LIMIT:
-                self.transport.abort()
+            self._discard(len(body))
             return
-        cycle.hold(cycle.held + len(body))
+        cycle.arrived(len(body))
         cycle.body += body
         if len(cycle.body) > HIGH_WATER_LIMIT:
             self.flow.pause_reading()
@@ -291,6 +332,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._framing:
             return  # only the head is complete
         self._receiving = None
+        if self._unwanted is not None:
+            self._count_unwanted(None)
+            self.flow.resume_reading()
         self.cycle.more_body = False
         self.cycle.message_event.set()
 
@@ -298,8 +342,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.server_state.total_requests += 1
         if self._answered is not None:
             self._answered.release()
-            # The request refers to itself, and only the garbage collector would free it.
-            self._answered.scope["extensions"].pop(EXTENSION, None)
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
@@ -332,54 +374,82 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if now >= self._deadline:
             transport.close()
         elif self._receiving is not None and self._receiving.late(now):
-            self._refuse(BodyTooSlow(self.limits.body_s))
+            self.refuse(BodyTooSlow(self.limits.body_s))
 
     def shutdown(self) -> None:
         if self.leaving and (self.cycle is None or self.cycle.response_complete):
             self._deadline = min(self._deadline, self.loop.time() + LINGER_S)
+        elif self._late is not None:
+            self._late.cancel()
+            self._end(self._refusal)
+            self.transport.close()
         else:
             super().shutdown()
 
-    def _refuse(self, error: BatonError) -> None:
+    def refuse(self, error: BatonError) -> None:
         """Answer what came last by `error`, once the requests before it are answered, and close."""
         if self._refusal or self.transport.is_closing():
             return
         log.debug("A request cannot be read: %s", error.message)
-        body = json.dumps(error.body()).encode()
-        fields = {
-            "content-type": "application/json",
-            "content-length": str(len(body)),
-            "connection": "close",
-            **error.headers,
-        }
-        head = "".join(f"{name}: {value}\r\n" for name, value in fields.items()).encode()
-        self._refusal = b"%b%b\r\n%b" % (STATUS_LINE[error.status], head, body)
+        last: RequestCycle | None = self.cycle  # type: ignore[assignment]
+        broken = last if last is not None and last.more_body else None
+        self._refusal = _answer(error, broken.scope if broken else None)
         self._deadline = math.inf
         self._receiving = None
-        last: RequestCycle | None = self.cycle  # type: ignore[assignment]
-        if last is not None and last.more_body:  # the body of this request is what is wrong
-            last.refusal = error
+        wait_s = 0.0
+        if broken is not None:  # the body of this request is what is wrong
+            if isinstance(error, Overloaded):
+                wait_s = min(REFUSED_S, REFUSAL_S * self.limits.unwanted[broken.tenant])
+            self._count_unwanted(broken.tenant)
+            broken.refusal = error
             if self.pipeline:
                 self.pipeline.popleft()
-                last.disconnect()
+                broken.disconnect()
                 return
-            last.disconnect()
-            if last.response_complete:
+            broken.disconnect()
+            if broken.response_complete:
                 self._end(b"")  # it has its answer
                 return
-            if last.response_started:  # what is written now would be read as a part of it
+            if broken.response_started:  # what is written now would be read as a part of it
                 self.transport.abort()
                 return
         elif last is not None and not last.response_complete:
             return
-        self._end(self._refusal)
+        if wait_s:
+            self.flow.pause_reading()
+            self._late = self.loop.call_later(wait_s, self._end, self._refusal)
+        else:
+            self._end(self._refusal)
 
     def _end(self, answer: bytes) -> None:
+        self._late = None
+        if self.transport.is_closing():
+            return
         self.transport.write(answer)
         if self.transport.can_write_eof():
-            self.transport.write_eof()
+            with contextlib.suppress(OSError):  # the client has left
+                self.transport.write_eof()
         self.flow.resume_reading()
         self._deadline = self.loop.time() + REFUSED_S
+
+
+def _why(error: httptools.HttpParserError) -> BatonError:
+    """The error for the client. No frame of the error's traceback may refer to it: only the collector would
+    free them, and the body that they refer to."""
+    cause = error.__context__  # of a callback
+    if isinstance(cause, BatonError):
+        return cause
+    return InvalidRequest(
+        f"Invalid HTTP request: {cause if isinstance(cause, httptools.HttpParserError) else error}."
+    )
+
+
+def _answer(error: BatonError, scope: Any) -> bytes:
+    """The response to a request that cannot be read; `scope` is None if not even its head can."""
+    path, headers = ("", ()) if scope is None else (scope["path"], scope["headers"])
+    fields, body = error_response(error, request_id(headers), path)
+    lines = [b"%b: %b\r\n" % field for field in (*fields, (b"connection", b"close"))]
+    return b"%b%b\r\n%b" % (STATUS_LINE[error.status], b"".join(lines), body)
 
 
 def http_protocol(limits: ConnectionLimits) -> type[BoundedHttpProtocol]:
@@ -481,18 +551,61 @@ class RequestCycle(RequestResponseCycle):
         self.held = 0
         """Bytes of `memory` that it uses."""
         self.refusal: BatonError | None = None
-        """Why the rest of the body is not read; the client has been told."""
+        """Why the rest of the body is not read; the client is told."""
         self.keeps = False
         """Whether the application keeps what it receives, until it says so by `hold` or the request ends."""
         self._memory = listener.limits.memory
+        self._listener = listener
+        self._expected = 0
+        """Bytes of `held` that have not arrived yet."""
+
+    async def run_asgi(self, app: Any) -> None:
+        try:
+            await super().run_asgi(app)
+        finally:
+            self.refusal = None  # its traceback refers to this object
+            self.scope["extensions"].pop(EXTENSION, None)
 
     def hold(self, size: int) -> None:
-        """Use `size` bytes of memory instead of `held`. Raises Overloaded beyond the tenant's share."""
+        """
+        Use `size` bytes of memory instead of `held`.
+
+        Raises Overloaded beyond the tenant's share; a client that has not sent the whole body has its answer
+        then.
+        """
         more = size - self.held
         if more > 0 and not self._memory.fits(self.tenant, more):
-            raise Overloaded(self._memory.held(self.tenant), self._memory.allowed(self.tenant), what="bytes")
+            held, allowed = self._memory.held(self.tenant), self._memory.allowed(self.tenant)
+            raise self.refused(Overloaded(held, allowed, what="bytes"))
         self._memory.add(self.tenant, more)
         self.held = size
+
+    def refused(self, error: BatonError) -> BatonError:
+        """The error, which is the answer to a client that has not sent the whole body."""
+        if self.more_body:
+            self._listener.refuse(error)
+        return error
+
+    def expect(self, limit: int) -> None:
+        """
+        The application keeps the body, of `limit` bytes at most, until the request ends.
+
+        Raises BodyTooLarge and Overloaded, if the head says how long the body is.
+        """
+        self.keeps = True
+        if not self.more_body:
+            return
+        length = next((int(value) for name, value in self.scope["headers"] if name == b"content-length"), 0)
+        if length > limit:
+            raise self.refused(BodyTooLarge(limit))
+        self._expected = max(0, length - self.held)
+        self.hold(self.held + self._expected)
+
+    def arrived(self, size: int) -> None:
+        """`size` more bytes of the body have arrived. Raises Overloaded beyond the tenant's share."""
+        expected = min(size, self._expected)
+        self._expected -= expected
+        self.hold(self.held + size - expected)
 
     def belongs_to(self, tenant: str) -> None:
         """What it uses, and will use, counts for this tenant. Raises Overloaded beyond its share."""
@@ -503,6 +616,7 @@ class RequestCycle(RequestResponseCycle):
 
     def release(self) -> None:
         """The request has ended: its body is not used any more."""
+        self._expected = 0
         self.hold(0)
         self.body = bytearray()
 

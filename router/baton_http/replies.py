@@ -20,6 +20,7 @@ from baton_http.upstream import Headers
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Header = tuple[bytes, bytes]
 
 REQUEST_ID = headers.REQUEST_ID.encode()
 
@@ -35,24 +36,36 @@ async def send_error(
 
     `close` ends the connection, as when a body was not read.
     """
+    fields, body = error_response(error, request_id, path)
+    if close:
+        fields.append((b"connection", b"close"))
+    await _send(send, error.status, fields, body)
+
+
+def error_response(error: BatonError, request_id: bytes, path: str = "") -> tuple[list[Header], bytes]:
+    """The headers and the body of an error, in the shape of the API of `path`."""
     more = [(name.encode(), value.encode()) for name, value in error.headers.items()]
     more += [(name, request_id) for name in anthropic.id_headers(path) if name != REQUEST_ID]
-    if close:
-        more.append((b"connection", b"close"))
-    body = anthropic.error_body(error, path, request_id.decode())
-    await send_json(send, error.status, _encoder.encode(body), request_id, more)
+    body = _encoder.encode(anthropic.error_body(error, path, request_id.decode()))
+    return [*_json_fields(body, request_id), *more], body
 
 
 async def send_json(
-    send: Send, status: int, body: bytes, request_id: bytes, more: Iterable[tuple[bytes, bytes]] = ()
+    send: Send, status: int, body: bytes, request_id: bytes, more: Iterable[Header] = ()
 ) -> None:
     """Send `body` as the whole response, with `more` headers."""
-    fields = [
+    await _send(send, status, [*_json_fields(body, request_id), *more], body)
+
+
+def _json_fields(body: bytes, request_id: bytes) -> list[Header]:
+    return [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
         (REQUEST_ID, request_id),
-        *more,
     ]
+
+
+async def _send(send: Send, status: int, fields: list[Header], body: bytes) -> None:
     await send({"type": "http.response.start", "status": status, "headers": fields})
     await send({"type": "http.response.body", "body": body})
 

@@ -183,12 +183,12 @@ async def test_body_that_goes_on_byte_by_byte_ends(start: bytes, part: bytes, tm
 
 
 async def unfinished(router: RunningRouter, size: int, tenant: str) -> asyncio.StreamWriter:
-    """A client that has sent `size` bytes of a body, and not the rest, or was refused."""
+    """A client that has sent `size` bytes of a body but one, or was refused."""
     reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
     memory = router.router.memory
     before = memory.held(f"tenant:{tenant}")
-    writer.write(START + f"authorization: Bearer {tenant}\r\ncontent-length: {size + 1}\r\n\r\n".encode())
-    writer.write(b"x" * size)
+    writer.write(START + f"authorization: Bearer {tenant}\r\ncontent-length: {size}\r\n\r\n".encode())
+    writer.write(b"x" * (size - 1))
     refused = asyncio.ensure_future(reader.readline())
     await until(lambda: refused.done() or memory.held(f"tenant:{tenant}") == before + size)
     return writer
@@ -203,8 +203,8 @@ async def test_unfinished_bodies_have_one_limit_that_tenants_share(tmp_path: Pat
         ) as router,
     ):
         memory = router.router.memory
-        flood = [await unfinished(router, size - 1, "alice") for _ in range(40)]
-        assert memory.held("tenant:alice") == int(TENANT_SHARE * limit) // (size - 1) * (size - 1)
+        flood = [await unfinished(router, size, "alice") for _ in range(20)]
+        assert memory.held("tenant:alice") == int(TENANT_SHARE * limit) // size * size
         body = {**QUESTION, "pad": "x" * (size // 2)}
         answer = await router.client.post(CHAT, json=body, headers={"authorization": "Bearer bob"})
         assert answer.status_code == 200
@@ -217,6 +217,57 @@ async def test_unfinished_bodies_have_one_limit_that_tenants_share(tmp_path: Pat
         answer = await router.client.post(CHAT, json=body, headers={"authorization": "Bearer alice"})
         assert answer.status_code == 200
         await until(lambda: not memory.used)
+
+
+async def test_body_of_known_length_is_refused_at_its_head_beyond_the_memory() -> None:
+    size = 1_000_000
+    async with running_router(max_body=size, connection_memory=2 * size) as router:
+        memory = router.router.memory
+        head = START + b"content-length: %d\r\n\r\n" % size
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+        writer.write(head)
+        await until(lambda: memory.used == size)
+        assert statuses(await answer_to(router, head)) == [503]
+        assert memory.used == size
+        writer.transport.abort()
+        await until(lambda: not memory.used)
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+        writer.write(head + b"x" * (size - 1))
+        await until(lambda: router.router.memory.used == size)
+        writer.write(b"x")
+        assert b" 400 " in await reader.readline()
+        writer.close()
+
+
+async def test_body_of_known_length_over_the_limit_is_refused_at_its_head() -> None:
+    async with running_router(max_body=1000) as router:
+        answer = await answer_to(router, START + b"content-length: 1001\r\n\r\n")
+        assert statuses(answer) == [413]
+
+
+async def test_refusals_come_later_the_more_clients_of_a_tenant_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "REFUSAL_S", 3600.0)
+    monkeypatch.setattr(protocol, "REFUSED_S", 3600.0)
+    size = 100_000
+    async with running_router(
+        tenants_file=tenants(tmp_path), max_body=size, connection_memory=2 * size
+    ) as router:
+        head = START + b"authorization: Bearer %b\r\ncontent-length: %d\r\n\r\n"
+        unwanted = router.server._connections.limits.unwanted
+        clients = [await asyncio.open_connection("127.0.0.1", router.port) for _ in range(3)]
+        clients[0][1].write(head % (b"alice", size))
+        await until(lambda: router.router.memory.used == size)
+        clients[1][1].write(head % (b"alice", size))
+        assert b" 503 " in await clients[1][0].readline()
+        assert unwanted == {"tenant:alice": 1}
+        clients[2][1].write(head % (b"alice", size))
+        await until(lambda: unwanted == {"tenant:alice": 2})
+        assert statuses(await answer_to(router, head % (b"bob", size))) == [503]
+        assert not clients[2][0]._buffer  # type: ignore[attr-defined]
+        for _, writer in clients:
+            writer.transport.abort()
 
 
 async def test_body_counts_until_its_request_ends() -> None:
