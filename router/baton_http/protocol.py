@@ -434,8 +434,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 def _why(error: httptools.HttpParserError) -> BatonError:
-    """The error for the client. No frame of the error's traceback may refer to it: only the collector would
-    free them, and the body that they refer to."""
+    """
+    The error for the client.
+
+    No frame of the error's traceback may refer to it: only the collector would free these frames, and the
+    body that they refer to.
+    """
     cause = error.__context__  # of a callback
     if isinstance(cause, BatonError):
         return cause
@@ -714,6 +718,16 @@ def count_for(scope: Any, tenant: str) -> None:
     """Count the memory of a request for its tenant. Raises Overloaded beyond the tenant's share."""
     if (cycle := _cycle(scope)) is not None:
         cycle.belongs_to(tenant)
+
+
+def expect_body(scope: Any, limit: int) -> None:
+    """
+    The application keeps the body of the request, of `limit` bytes at most, until the request ends.
+
+    Raises BodyTooLarge and Overloaded, if the head says how long the body is.
+    """
+    if (cycle := _cycle(scope)) is not None:
+        cycle.expect(limit)
 
 
 def keep_received(scope: Any) -> Callable[[int], None]:

@@ -23,7 +23,7 @@ from baton_api.errors import (
     UNSUPPORTED_PARAMETER,
 )
 from baton_api.limits import Limit
-from baton_engine.api.http import HttpServer
+from baton_engine.api.http import CONNECTION_LIMITS, HttpServer
 from tests.engine.api.api import LETTERS, MODEL, USER, Api
 from tests.engine.api.test_validation import assert_error, nested
 from tests.plain_http import PLAIN
@@ -249,6 +249,30 @@ async def test_limits_body_beyond_the_limit_is_a_413(api: Api, server: HttpServe
             assert response.status_code == status
             if status != 200:
                 assert_error(response, status, limits.BODY.code, None)
+
+
+async def test_limits_bodies_have_one_memory_and_are_refused_at_their_heads(
+    api: Api, server: HttpServer
+) -> None:
+    memory, size = CONNECTION_LIMITS.memory, limits.BODY.most
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    sent = f"{head}content-length: {size}\r\n\r\n".encode()
+    _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(sent)
+    async with asyncio.timeout(60):
+        while memory.used != size:  # noqa: ASYNC110 - the server has no event for it
+            await asyncio.sleep(0.001)
+        memory.add("others", memory.limit)
+        try:
+            others = await asyncio.open_connection("127.0.0.1", server.port)
+            others[1].write(sent)
+            assert b" 503 " in await others[0].readline()
+            others[1].close()
+        finally:
+            memory.add("others", -memory.limit)
+        writer.close()
+        while memory.used:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("where", ["header", "query"])

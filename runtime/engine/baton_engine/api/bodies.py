@@ -19,6 +19,7 @@ from baton_api.json_text import check_values
 from baton_engine.api.fields import Fields
 from baton_engine.api.served import Served
 from baton_engine.machine import usable_cores
+from baton_http.protocol import expect_body
 
 Result = TypeVar("Result")
 
@@ -40,7 +41,7 @@ async def read(scope: Scope, receive: Receive, limit: int = limits.BODY.most) ->
     """
     Read the whole body, at most `limit` bytes.
 
-    Raises InvalidRequest for a wrong content type or a slow client, BodyTooLarge, and ClientGone.
+    Raises InvalidRequest for a wrong content type or a slow client, BodyTooLarge, Overloaded, and ClientGone.
     """
     headers = dict(scope["headers"])
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
@@ -49,6 +50,7 @@ async def read(scope: Scope, receive: Receive, limit: int = limits.BODY.most) ->
     length = headers.get(b"content-length", b"")
     if length.isdigit() and int(length) > limit:
         raise BodyTooLarge(limit)
+    expect_body(scope, limit)
     body = bytearray()
     more = True
     try:
