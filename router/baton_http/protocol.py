@@ -31,7 +31,7 @@ import contextlib
 import logging
 import math
 import socket
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +39,7 @@ from urllib.parse import unquote
 
 import httptools
 from uvicorn.config import Config
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -82,6 +82,54 @@ DISCARDED_LIMIT = 64 * 1024 * 1024
 PIPELINE_LIMIT = 64
 """Requests of one connection that wait behind the one that is being answered."""
 
+READ_AT_ONCE = 8
+"""Connections that begin to read on in one turn of the event loop. Each reads up to 256 KB in it, which takes
+up to 1 ms, and all others wait."""
+
+
+class ReadTurns:
+    """Connections whose reading was paused, in the order in which they may read on."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[PacedFlow] = deque()
+
+    def add(self, flow: PacedFlow, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._waiting:
+            loop.call_soon(self._next, loop)
+        self._waiting.append(flow)
+
+    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        for _ in range(min(READ_AT_ONCE, len(self._waiting))):
+            self._waiting.popleft().read_on()
+        if self._waiting:
+            loop.call_soon(self._next, loop)
+
+
+class PacedFlow(FlowControl):
+    """One connection's flow control. It reads on when its turn comes."""
+
+    def __init__(
+        self, transport: asyncio.Transport, turns: ReadTurns, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        super().__init__(transport)
+        self._turns = turns
+        self._loop = loop
+        self._waits = False
+
+    def pause_reading(self) -> None:
+        self._waits = False
+        super().pause_reading()
+
+    def resume_reading(self) -> None:
+        if self.read_paused and not self._waits:
+            self._waits = True
+            self._turns.add(self, self._loop)
+
+    def read_on(self) -> None:
+        if self._waits and not self._transport.is_closing():
+            super().resume_reading()
+        self._waits = False
+
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
@@ -99,6 +147,8 @@ class ConnectionLimits:
     """Bytes of bodies and responses."""
     unwanted: Counter[str] = field(default_factory=Counter)
     """Connections that are refused, or send what nobody wants, by tenant."""
+    turns: ReadTurns = field(default_factory=ReadTurns)
+    """Connections that read on."""
 
     @property
     def check_s(self) -> float:
@@ -155,6 +205,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = PacedFlow(transport, self.limits.turns, self.loop)
         no_delay(transport)
         self._deadline = self.loop.time() + self.limits.header_s
         self._look()

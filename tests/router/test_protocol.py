@@ -8,6 +8,7 @@ import json
 import logging
 import socket
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -43,7 +44,11 @@ LIMIT = 4096
 
 async def answer_to(router: RunningRouter, *parts: bytes) -> bytes:
     """Everything that comes back until the router closes the connection."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+    return await ask(router.port, *parts)
+
+
+async def ask(port: int, *parts: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         async with asyncio.timeout(60):
             for part in parts:
@@ -302,6 +307,46 @@ async def test_downloads_that_nobody_reads_are_cut_off_and_have_the_same_limit(t
         for writer in clients:
             writer.transport.abort()
         assert len((await router.client.get(f"/v1/files/{id}/content")).content) == 16_000_000
+
+
+async def test_large_bodies_are_read_by_few_connections_at_a_time() -> None:
+    clients, size = 40, 1_000_000
+    begin, turn, reads = asyncio.Event(), 0, Counter[int]()
+    loop = asyncio.get_running_loop()
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        await begin.wait()
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    class Reading(http_protocol(ConnectionLimits())):  # type: ignore[misc]
+        def data_received(self, data: bytes) -> None:
+            reads[turn] += begin.is_set()
+            super().data_received(data)
+
+    def count_turns() -> None:
+        nonlocal turn
+        turn += 1
+        loop.call_soon(count_turns)
+
+    server = uvicorn.Server(
+        uvicorn.Config(application, http=Reading, port=0, lifespan="off", log_config=None)
+    )
+    serving = asyncio.create_task(server._serve())
+    await until(lambda: server.started)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    asking = [
+        asyncio.create_task(ask(port, START + CLOSE + LENGTH % size + b"x" * size)) for _ in range(clients)
+    ]
+    await until(lambda: len(server.server_state.tasks) == clients)
+    count_turns()
+    begin.set()
+    assert [statuses(await one) for one in asking] == [[200]] * clients
+    assert max(reads.values()) <= protocol.READ_AT_ONCE
+    server.should_exit = True
+    await serving
 
 
 async def test_pipelined_requests_are_bounded() -> None:
