@@ -32,6 +32,7 @@ from baton_engine.forward_pass import ScheduledChunk
 from baton_engine.kv.block_pool import BlockPool
 from baton_engine.kv.cache import KVCache
 from baton_engine.kv.events import KvEvents, KvSnapshot
+from baton_engine.kv.new_memory import NewMemory
 from baton_engine.lifecycle import Lifecycle, PassResults, log_fields
 from baton_engine.metrics.counters import EngineCounters, EngineSnapshot
 from baton_engine.metrics.step_log import BatchLog
@@ -132,6 +133,7 @@ class Engine:
             tier.attach(self._pool, self._commands.post, self.fetched, kv_events)
         self._scheduler = Scheduler(self._pool, limits, cache.block_size, kv_events, self._tiers.all)
         self._counters = EngineCounters(clock)
+        self._new_memory = [NewMemory(each.kv) for each in (cache, *(draft[1:] if draft else ()))]
         draft_model = None if draft is None else DraftModel(*draft, clock)
         self._speculator = Speculator(self._scheduler, self._counters, draft_model)
         self._lifecycle = Lifecycle(self._scheduler, self._counters, clock)
@@ -274,6 +276,7 @@ class Engine:
                     idle = not self._step()
                     for tier in self._tiers.all:
                         tier.clean(idle)
+                    idle = idle and not self._touch_memory()
                 except Exception as error:  # without this, clients would wait forever
                     log.exception("The engine's step failed; every request of this worker ends.")
                     # Others than EngineFailed are bugs.
@@ -288,6 +291,11 @@ class Engine:
                 command()
             except Exception:  # a bug in one command must not end the other requests
                 log.exception("A command to the engine failed.")
+
+    def _touch_memory(self) -> bool:
+        """Touch some memory that blocks will use, if there is no request. Return whether it did."""
+        used = self._pool.used_below
+        return self._lifecycle.empty and any(memory.touch(used) for memory in self._new_memory)
 
     def _step(self) -> bool:
         """Run one step. Return False if nothing can change until another command arrives."""

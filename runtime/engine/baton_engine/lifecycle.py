@@ -77,6 +77,11 @@ class Lifecycle:
 
     # --- On the engine's thread ---
 
+    @property
+    def empty(self) -> bool:
+        """Whether there is no sequence, not even a finished one whose blocks are held for export."""
+        return not self._sequences
+
     def get(self, request_id: str) -> Sequence | None:
         return self._sequences.get(request_id)
 

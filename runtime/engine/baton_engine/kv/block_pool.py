@@ -58,6 +58,8 @@ class BlockPool:
         self._on_evicted = on_evicted
         self._tiers = tiers
         self._free = list(range(blocks - 1, 0, -1))  # the lowest number is handed out first
+        self.used_below = 1
+        """No block from this number on has ever been allocated."""
         self._users = [0] * blocks
         self._hash: list[bytes | None] = [None] * blocks
         self._parent = [b""] * blocks
@@ -136,6 +138,7 @@ class BlockPool:
             assert not self._users[block] and self._hash[block] is None, f"block {block} is not free"
             self._users[block] = 1
             blocks.append(block)
+        self.used_below = max(self.used_below, 1 + max(blocks, default=0))
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
