@@ -106,11 +106,40 @@ INLINE floats load_float16(const void *from) {
 typedef uint8_t octets __attribute__((vector_size(LANES)));
 typedef int8_t signed_octets __attribute__((vector_size(LANES)));
 
-/* Loads one vector of bytes as floats. */
+/* Loads one vector of bytes as floats. Compilers convert such vectors byte by byte. */
 INLINE floats load_octets(const void *from, const int is_signed) {
+#if defined(__AVX512F__)
+    const __m128i bytes = _mm_loadu_si128(from);
+    return (floats)_mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+    const __m128i bytes = _mm_loadl_epi64(from);
+    return (floats)_mm256_cvtepi32_ps(is_signed ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#else
     octets value;
     memcpy(&value, from, sizeof value);
     return is_signed ? __builtin_convertvector((signed_octets)value, floats) : __builtin_convertvector(value, floats);
+#endif
+}
+
+/* Stores the low byte of each lane. */
+INLINE void store_octets(void *to, ints value) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128(to, _mm512_cvtepi32_epi8((__m512i)value));
+#else
+    const signed_octets bytes = __builtin_convertvector(value, signed_octets);
+    memcpy(to, &bytes, sizeof bytes);
+#endif
+}
+
+/* Returns the sum of all lanes; it wraps around. */
+INLINE int32_t sum_ints(ints value) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)value);
+#else
+    uint32_t total = 0;
+    for (int lane = 0; lane < LANES; lane++) total += (uint32_t)value[lane];
+    return (int32_t)total;
+#endif
 }
 
 /* ---- Activations ---- */
@@ -133,16 +162,11 @@ INLINE void round_row(const float *from, size_t count, struct rounded *to) {
         words sums[2] = {{0}, {0}}; /* unsigned: those of an invalid row may overflow */
         for (size_t i = 0; i < BLOCK; i += LANES) {
             ints number = (ints)(load(from + i) * inverse + shift) - 0x4b400000;
-            signed_octets bytes = __builtin_convertvector(number, signed_octets);
-            memcpy((char *)to->units + i, &bytes, sizeof bytes);
+            store_octets((char *)to->units + i, number);
             sums[i / (BLOCK / 2)] += (words)number;
         }
         to->scale = scale + sum(invalid);
-        for (int half = 0; half < 2; half++) {
-            uint32_t total = 0;
-            for (int lane = 0; lane < LANES; lane++) total += sums[half][lane];
-            to->sums[half] = (int16_t)total;
-        }
+        for (int half = 0; half < 2; half++) to->sums[half] = (int16_t)sum_ints((ints)sums[half]);
     }
 }
 
