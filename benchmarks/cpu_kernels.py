@@ -70,6 +70,16 @@ MODELS = {
         intermediate=4864,
         qkv_bias=True,
     ),
+    "qwen3-0.6b": spec(
+        "qwen3-0.6b",
+        vocab=151936,
+        hidden=1024,
+        layers=28,
+        heads=16,
+        kv_heads=8,
+        head_dim=128,
+        intermediate=3072,
+    ),
     "tiny": spec("tiny", vocab=512, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128),
 }
 

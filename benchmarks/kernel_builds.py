@@ -3,11 +3,12 @@ Several builds of the native kernels in one process, in turn, so that a busy mac
 
     python -m benchmarks.kernel_builds LIBRARY LIBRARY... [--threads 2] [--model smollm2] [--dtype bfloat16]
     python -m benchmarks.kernel_builds LIBRARY --products pairs,widened,amx
+    python -m benchmarks.kernel_builds LIBRARY --model qwen3-0.6b --format Q4_K --products octets,octets-amx
 
 A library is a file that `python -m baton_engine.ops.native.library FOLDER` wrote, for example in two working
-trees. With `--products`, values of BATON_PRODUCTS take turns too. Weights are random; they and the KV cache
-are the same for all. Prints the median of each case in milliseconds, its ratio to the first one, and whether
-the logits have the same bits.
+trees. With `--products`, values of BATON_PRODUCTS take turns too. Weights are random, with `--format` random
+bytes of that format; they and the KV cache are the same for all. Prints the median of each case in
+milliseconds, its ratio to the first one, and whether the logits have the same bits.
 """
 
 from __future__ import annotations
@@ -17,15 +18,20 @@ import ctypes
 import os
 import statistics
 import time
+from dataclasses import replace
 
+import gguf
 import torch
 
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.lending import Cores
 from baton_engine.model.native_decoder import NativeDecoder
+from baton_engine.model.weights import LayerWeights, Weights
 from baton_engine.ops.native.products import products_of
+from baton_engine.quantized import NATIVE_FORMATS, Format, Matrix, Quantized, QuantizedPart
 from benchmarks.cpu_kernels import CPU, MODELS, STEPS, prefill, step_batch, weights_of
 
+FORMATS = NATIVE_FORMATS - {Format.INT4}
 TURN = 5
 """Passes of one library before it is the next one's turn."""
 
@@ -78,6 +84,34 @@ def line(case: str, times: dict[str, float], note: str = "") -> str:
     return f"{case:>22} {'  '.join(cells)}  {note}"
 
 
+def random_blocks(weights: Weights, target: Format) -> Weights:
+    """Replace the matrices by random bytes of a format, with scales of about 2 ** -5."""
+    sizes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(target)]
+
+    def matrix(values: Matrix) -> Matrix:
+        outputs, inputs = values.shape
+        blocks = torch.randint(0, 256, (outputs, inputs // sizes[0], sizes[1]), dtype=torch.uint8)
+        scale = sizes[1] - 1 if target is Format.Q6_K else 1
+        blocks[..., scale] = blocks[..., scale] & 0x81 | 0x28
+        if target in (Format.Q4_1, Format.Q5_1, Format.Q4_K, Format.Q5_K):
+            blocks[..., 3] = blocks[..., 3] & 0x81 | 0x28
+        return Quantized((QuantizedPart(target, blocks.flatten(1)),), inputs)
+
+    def layer(of: LayerWeights) -> LayerWeights:
+        assert of.gate_up is not None and of.down is not None
+        return replace(
+            of,
+            qkv=matrix(of.qkv),
+            output=matrix(of.output),
+            gate_up=matrix(of.gate_up),
+            down=matrix(of.down),
+        )
+
+    head = matrix(weights.head)
+    layers = tuple(layer(each) for each in weights.layers)
+    return replace(weights, layers=layers, head=head, embedding=head)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -90,11 +124,14 @@ def main() -> None:
     parser.add_argument("--steps", default=steps, help="decode steps as ROWS:CONTEXT; empty: none")
     parser.add_argument("--seconds", type=float, default=3.0, help="per case and library")
     parser.add_argument("--prompts", default="1024,4096", help="lengths in tokens; empty: none")
+    parser.add_argument("--format", default="", choices=["", *sorted(each.name for each in FORMATS)])
     parser.add_argument("--products", default="", help="values of BATON_PRODUCTS")
     options = parser.parse_args()
     torch.manual_seed(0)
     spec, dtype = MODELS[options.model], getattr(torch, options.dtype)
     weights, cores = weights_of(spec, dtype), Cores(options.threads, None)
+    if options.format:
+        weights = random_blocks(weights, Format[options.format])
     decoders = {
         f"{number} {path} {way}".strip(): NativeDecoder(
             spec, weights, dtype, kernels, cores, products_of(kernels, {**os.environ, "BATON_PRODUCTS": way})

@@ -8,6 +8,7 @@
 #ifndef __AMX_TILE__
 #define __AMX_TILE__ 1
 #define __AMX_BF16__ 1
+#define __AMX_INT8__ 1
 #endif
 
 static _Thread_local struct {
@@ -51,14 +52,29 @@ static void emulated_product(int to, int a, int b) {
         }
 }
 
+static void emulated_product_of_octets(int to, int a, int b) {
+    if (!emulated_shapes.palette) __builtin_trap();
+    for (int row = 0; row < emulated_shapes.rows[a]; row++)
+        for (int column = 0; column < emulated_shapes.bytes[b] / 4; column++) {
+            uint32_t sum = emulated_tiles[to][row][column];
+            for (int unit = 0; unit < emulated_shapes.bytes[a] / 4; unit++)
+                for (int byte = 0; byte < 4; byte++)
+                    sum += (uint32_t)((int8_t)(emulated_tiles[a][row][unit] >> 8 * byte) *
+                                      (int8_t)(emulated_tiles[b][unit][column] >> 8 * byte));
+            emulated_tiles[to][row][column] = sum;
+        }
+}
+
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_zero
 #undef _tile_dpbf16ps
+#undef _tile_dpbssd
 #define _tile_loadd emulated_load
 #define _tile_stored emulated_store
 #define _tile_zero(tile) memset(emulated_tiles[tile], 0, sizeof emulated_tiles[tile])
 #define _tile_dpbf16ps emulated_product
+#define _tile_dpbssd emulated_product_of_octets
 #define _tile_loadconfig(from) memcpy(&emulated_shapes, from, 64)
 #define _tile_storeconfig(to) memcpy(to, &emulated_shapes, 64)
 #define _tile_release() memset(&emulated_shapes, 0, sizeof emulated_shapes)

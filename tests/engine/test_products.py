@@ -15,16 +15,29 @@ from baton_api.errors import SetupError
 from baton_api.messages import Hello
 from baton_engine.model.native_decoder import native_decoder
 from baton_engine.ops.native import library, products
-from baton_engine.ops.native.products import CLASSES, ONE_ORDER, choose, products_of
+from baton_engine.ops.native.products import CLASSES, INTEGERS, ONE_ORDER, choose, products_of
 from baton_engine.transfer.compatibility import Compatibility
 from baton_engine.transfer.handshake import Identity, refusal
 from tests.engine.random_weights import random_weights, tiny_spec
 
-SUMS = {"pairs": ONE_ORDER, "widened": ONE_ORDER, "amx": "in tiles of AMX"}
-AMX = {"pairs": (60, 120, 120, 120), "widened": (0, 100, 140, 200), "amx": (0, 0, 800, 1600)}
-NO_AMX = {**AMX, "amx": (0, 0, 0, 0)}
+SUMS = {
+    "pairs": ONE_ORDER,
+    "widened": ONE_ORDER,
+    "amx": "in tiles of AMX",
+    "octets": INTEGERS,
+    "octets-amx": INTEGERS,
+}
+NONE = (0, 0, 0, 0)
+AMX = {
+    "pairs": (60, 120, 120, 120),
+    "widened": (0, 100, 140, 200),
+    "amx": (0, 0, 800, 1600),
+    "octets": (200, 400, 450, 450),
+    "octets-amx": (0, 0, 0, 600),
+}
+NO_AMX = {**AMX, "amx": NONE, "octets-amx": NONE}
 FAST_PAIRS = {**NO_AMX, "pairs": (100, 300, 300, 400)}
-ONLY_PAIRS = {way: each if way == "pairs" else (0, 0, 0, 0) for way, each in AMX.items()}
+ONLY_PAIRS = {way: each if way in ("pairs", "octets") else NONE for way, each in AMX.items()}
 
 
 @pytest.mark.parametrize(
@@ -50,10 +63,30 @@ def test_products_chosen_by_rates(
     assert (result.sums == ONE_ORDER) is exact
 
 
-@pytest.mark.parametrize("named", ["amx", "quick", "PAIRS"])
+@pytest.mark.parametrize(
+    ("rates", "named", "chosen"),
+    [
+        pytest.param(AMX, "", ("octets", "octets", "octets", "octets-amx"), id="tiles are faster"),
+        pytest.param({**AMX, "octets-amx": (0, 0, 0, 400)}, "", ("octets",) * 4, id="tiles are slower"),
+        pytest.param(NO_AMX, "", ("octets",) * 4, id="no tiles"),
+        pytest.param(AMX, "octets", ("octets",) * 4, id="by name"),
+        pytest.param(AMX, "pairs,octets", ("octets",) * 4, id="by names of both kinds"),
+        pytest.param(AMX, "pairs", ("octets", "octets", "octets", "octets-amx"), id="of the other kind"),
+    ],
+)
+def test_products_of_octets_are_chosen_by_rates_and_do_not_change_sums(
+    rates: dict[str, tuple[float, ...]], named: str, chosen: tuple[str, ...]
+) -> None:
+    result = choose(rates, SUMS, named)
+    assert result.chosen_octets == chosen
+    assert result.sums == choose(rates, SUMS, f"{named},octets").sums
+    assert result.numbers == tuple(map(list(rates).index, (*result.chosen, *result.chosen_octets)))
+
+
+@pytest.mark.parametrize("named", ["amx", "quick", "PAIRS", "octets-amx", "pairs,amx"])
 def test_products_named_way_that_is_missing_is_an_error(named: str) -> None:
     with pytest.raises(
-        SetupError, match=f"BATON_PRODUCTS is '{named}', but this processor has pairs and widened"
+        SetupError, match=f"BATON_PRODUCTS is '{named}', but this processor has pairs, widened and octets"
     ):
         choose(NO_AMX, SUMS, named)
 
@@ -62,7 +95,9 @@ def test_products_description_has_the_rates() -> None:
     rates = {way: tuple(rate * 1e9 for rate in each) for way, each in NO_AMX.items()}
     assert str(choose(rates, SUMS)) == (
         "bfloat16 products by rows, in GFLOP/s of a thread: 1 row: pairs (pairs 60); 2 to 4: pairs (pairs "
-        "120, widened 100); 5 to 12: widened (pairs 120, widened 140); more: widened (pairs 120, widened 200)"
+        "120, widened 100); 5 to 12: widened (pairs 120, widened 140); more: widened (pairs 120, widened "
+        "200). 8-bit products: 1 row: octets (octets 200); 2 to 4: octets (octets 400); 5 to 12: octets "
+        "(octets 450); more: octets (octets 450)"
     )
 
 
@@ -84,7 +119,7 @@ def fresh(tmp_path: Path) -> Any:
 
 def test_products_are_measured_once_and_stored(kernels: ctypes.CDLL, fresh: dict[str, str]) -> None:
     measured = products_of(kernels, fresh)
-    assert all(measured.rates["pairs"])
+    assert all(measured.rates["pairs"]) and all(measured.rates["octets"])
     (path,) = Path(fresh["BATON_CACHE"]).iterdir()
     stored = json.loads(path.read_text())
     assert {way: tuple(each) for way, each in stored.items()} == measured.rates

@@ -30,6 +30,7 @@ from baton_engine.model.weights import LayerWeights, Weights
 from baton_engine.model.weights_digest import weights_digest
 from baton_engine.ops import Linear
 from baton_engine.ops.native import library
+from baton_engine.ops.native.products import products_of
 from baton_engine.ops.plain import PlainLinear, PlainOps
 from baton_engine.quantized import (
     BLOCK,
@@ -228,6 +229,43 @@ def test_quantized_kernels_for_vnni_give_the_same(tmp_path: Path) -> None:
         )
     )
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module", params=["emulated", pytest.param("", id="here")])
+def tiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which products of many rows use AMX, played by plain C or this processor's."""
+    if "avx512f" not in library.instructions():
+        pytest.skip("tiles have the width of vectors of AVX-512")
+    changes = {"BATON_PRODUCTS": "octets-amx"}
+    if request.param:
+        header = Path(__file__).with_name("emulated_tiles.h")
+        compiler = shlex.join([*library.find_compiler(os.environ), "-include", str(header)])
+        changes |= {"CC": compiler, "BATON_CACHE": str(tmp_path_factory.mktemp("kernels"))}
+    elif "octets-amx" not in usable():
+        pytest.skip("this processor has no AMX for numbers of 8 bits")
+    return changes
+
+
+def usable() -> list[str]:
+    """The ways of products that this processor has."""
+    try:
+        rates = products_of(library.load(os.environ), {**os.environ, "BATON_PRODUCTS": ""}).rates
+    except library.Unavailable as reason:
+        pytest.skip(f"no native kernels: {reason}")
+    return [way for way, each in rates.items() if any(each)]
+
+
+@pytest.mark.slow  # it compiles the kernels with emulated tiles
+def test_quantized_products_in_tiles_have_the_same_bits(tiled: dict[str, str]) -> None:
+    """The sums are integers. Q6_K has no tiles, and stays as it is beside the others."""
+    spec = tiny_spec(**SHAPES["heads of 64, tied"])
+    kept, _ = quantized_weights(spec, STORED)
+    batch = Batch(rows_of([(0, 75), (5, 1), (40, 3)], spec.vocab, random.Random(4)), 16, CPU)
+    ours, theirs = filled_cache(spec, torch.float32), filled_cache(spec, torch.float32)
+    logits = native_model(spec, kept, 2, **tiled).forward(batch, ours)
+    expected = native_model(spec, kept, BATON_PRODUCTS="octets").forward(batch, theirs)
+    assert torch.equal(logits, expected)
+    assert torch.equal(ours.kv, theirs.kv)
 
 
 def test_quantized_invalid_activations_give_nan_in_one_row() -> None:

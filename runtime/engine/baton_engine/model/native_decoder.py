@@ -65,7 +65,7 @@ class _Spec(ctypes.Structure):
                 "spare", "seats", "seat_count", "seat",
             )
         ),
-        ("ways", ctypes.c_int64 * len(CLASSES)),
+        ("ways", ctypes.c_int64 * (2 * len(CLASSES))),
         *(
             (name, ctypes.c_double)
             for name in (
@@ -301,7 +301,7 @@ def _sizes(spec: ModelSpec, dtype: torch.dtype, tied: bool, cores: Cores, produc
         logit_cap=spec.logit_cap or 0,
         score_scale=spec.score_scale,
         score_cap=spec.attention_cap or 0,
-        ways=(ctypes.c_int64 * len(CLASSES))(*products.numbers),
+        ways=(ctypes.c_int64 * (2 * len(CLASSES)))(*products.numbers),
         **support.expert_sizes(spec),
         **cores.sizes(),
     )

@@ -265,7 +265,7 @@ INLINE void attend_chunk(struct model *model, size_t layer_index, size_t chunk, 
     }
     struct tile_shapes before;
     const int is_tiled = way_of(model, part.tokens * (size_t)(model->spec.heads / model->spec.kv_heads)) == TILED;
-    if (is_tiled) tiles_begin(&before);
+    if (is_tiled) tiles_begin(&before, TILE_SIDE);
     for (size_t nth_head = 0; nth_head < heads; nth_head++) {
         const size_t head = chunk % runs * heads + nth_head, is_end = nth_head + 1 == heads;
         const struct context next = context_of(model, layer_index, is_end ? head + 1 - heads : head + 1,
@@ -308,19 +308,12 @@ INLINE void multiply_chunk(const struct model *model, const struct product *prod
     size_t left = cut.panels;
     for (size_t run = 0; run < chunk % cut.runs; run++) left -= run_length(left, cut.shares);
     const size_t first_panel = cut.panels - left, panels_end = first_panel + run_length(left, cut.shares);
+    const struct area area = {first_row, rows_end, first_panel, panels_end};
     if (weight->quantized) {
-        _Alignas(64) float tile[QUANTIZED_ROWS * PANEL];
-        for (size_t panel = first_panel; panel < panels_end; panel++)
-            for (size_t row = first_row; row < rows_end; row += QUANTIZED_ROWS) {
-                size_t count = rows_end - row < QUANTIZED_ROWS ? rows_end - row : QUANTIZED_ROWS;
-                multiply_quantized(count, model->rounded + row * model->rounded_stride, model->rounded_stride,
-                                   weight->quantized[panel], weight->inputs / BLOCK, tile,
-                                   (enum format)weight->formats[panel]);
-                finish_tile(product, tile, row, count, panel, kind);
-            }
+        const enum way way = (enum way)model->spec.octet_ways[class_of(product->count)];
+        multiply_octets(product, &area, way, model->rounded, model->rounded_stride, kind);
         return;
     }
-    const struct area area = {first_row, rows_end, first_panel, panels_end};
     multiply_area(product, &area, way_of(model, product->count), model->scratches + thread, kind);
 }
 
@@ -679,7 +672,7 @@ int baton_sound(void) {
         pack_row(panel, (size_t)output, weights[output], NUMBERS, BFLOAT16);
     }
     const int is_tiled = has_way(TILED, LEAST_TILE_ROWS);
-    if (is_tiled) tiles_begin(&before);
+    if (is_tiled) tiles_begin(&before, TILE_SIDE);
     for (size_t count = 1; count <= TILE_ROWS; count++) {
         for (int add = 0; add < 2; add++)
             multiply(count, (const uint32_t *)rows, UNITS, panel, UNITS, result[0], PANEL, add ? ones : NULL, nothing_ahead,

@@ -283,8 +283,8 @@ class Target:
 TARGETS = (
     Target(
         "amx",
-        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
-        BF16 | {"amx_tile", "amx_bf16"},
+        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+        BF16 | {"amx_tile", "amx_bf16", "amx_int8"},
     ),
     Target("avx512-bf16", ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), BF16),
     Target("avx512-vnni", ("-march=x86-64-v4", "-mavx512vnni"), VNNI),

@@ -25,8 +25,8 @@
 #define TILE_ROWS 6
 #endif
 
-/* Ways to multiply bfloat16, in the order of `ways` (products.h). */
-enum way { PAIRS, WIDENED, TILED, WAYS };
+/* Ways to multiply bfloat16, and numbers of 8 bits, in the order of `ways` (products.h). */
+enum way { PAIRS, WIDENED, TILED, OCTETS, TILED_OCTETS, WAYS };
 
 #define LEAST_TILE_ROWS 5 /* with fewer rows, AMX is not faster */
 

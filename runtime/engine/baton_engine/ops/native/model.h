@@ -33,7 +33,7 @@ struct spec {
     int64_t experts, chosen, expert_intermediate, expert_layers, sigmoid, normalized;
     /* Threads for cores that other workers lend, the address of the workers' seats, their number, and the own seat. */
     int64_t spare, seats, seat_count, seat;
-    int64_t ways[ROW_CLASSES]; /* of bfloat16 products, by the number of their rows */
+    int64_t ways[ROW_CLASSES], octet_ways[ROW_CLASSES]; /* of products of bfloat16, and of 8 bits, by their rows */
     double epsilon, embedding_scale, residual_scale, logit_scale, logit_cap, score_scale, score_cap, expert_scale; /* cap 0: none */
 };
 

@@ -1,14 +1,16 @@
 /*
- * Products of bfloat16 in each way that the processor has, and the rate of each way.
+ * Products in each way that the processor has, and the rate of each way.
  *
  * The name of an instruction does not tell its rate: on some processors `vdpbf16ps` has half the rate of float32. So
  * each way is timed for each class of rows, and the caller chooses. In WIDENED, a part of a panel is widened once for
- * all rows of a chunk, and its sums have the order and the bits of PAIRS. TILED sums in another order.
+ * all rows of a chunk, and its sums have the order and the bits of PAIRS. TILED sums in another order. Those of 8 bits
+ * (quantized.h) have the same bits in all ways.
  */
 #ifndef BATON_PRODUCTS_H
 #define BATON_PRODUCTS_H
 
 #include "lora.h"
+#include "quantized.h"
 
 /* Rows of the classes, except for the last one: a product of so many rows, or fewer, is of that class. */
 static const size_t class_rows[ROW_CLASSES - 1] = {1, LEAST_TILE_ROWS - 1, 12};
@@ -19,28 +21,34 @@ static int is_allowed(void) { return 1; }
 #else
 #define TILES_ALLOWED NULL
 #endif
+#define IN_INTEGERS "in integers" /* of ways of 8 bits */
 
 /* The ways. Those with the same sums have the same bits. */
 static const struct {
     const char *name, *sums;
     int (*allowed)(void); /* NULL: the library is built without it */
-    size_t least_rows;    /* with fewer rows, PAIRS is used instead */
+    size_t least_rows;    /* with fewer rows, PAIRS or OCTETS is used instead */
 } ways[WAYS] = {
     [PAIRS] = {"pairs", "in pairs", is_allowed, 1},
     [WIDENED] = {"widened", "in pairs", WIDENS ? is_allowed : NULL, 2},
     [TILED] = {"amx", "in tiles of AMX", TILES_ALLOWED, LEAST_TILE_ROWS},
+    [OCTETS] = {"octets", IN_INTEGERS, is_allowed, 1},
+    [TILED_OCTETS] = {"octets-amx", IN_INTEGERS, OCTET_TILES ? TILES_ALLOWED : NULL, OCTET_TILE_ROWS},
 };
 
 static int has_way(size_t way, size_t rows) {
     return way < WAYS && ways[way].allowed && rows >= ways[way].least_rows && ways[way].allowed();
 }
 
+INLINE size_t class_of(size_t rows) {
+    size_t nth = 0;
+    while (nth < ROW_CLASSES - 1 && rows > class_rows[nth]) nth++;
+    return nth;
+}
+
 /* Returns how products of `rows` rows are computed: PAIRS for float32. */
 INLINE enum way way_of(const struct model *model, size_t rows) {
-    size_t nth = 0;
-    if (model->spec.kind == FLOAT32) return PAIRS;
-    while (nth < ROW_CLASSES - 1 && rows > class_rows[nth]) nth++;
-    return (enum way)model->spec.ways[nth];
+    return model->spec.kind == FLOAT32 ? PAIRS : (enum way)model->spec.ways[class_of(rows)];
 }
 
 /* How a product is stored: written, added to the result, or gated by the activation of its first half. */
@@ -172,7 +180,7 @@ INLINE void multiply_area(const struct product *product, const struct area *area
     }
     _Alignas(64) float tile[TILE_ROWS * PANEL];
     struct tile_shapes before;
-    if (way == TILED) tiles_begin(&before);
+    if (way == TILED) tiles_begin(&before, TILE_SIDE);
     const size_t tiles = (area->rows_end - area->first_row + TILE_ROWS - 1) / TILE_ROWS;
     for (size_t panel = area->first_panel; panel < area->panels_end; panel++)
         for (size_t row = area->first_row; row < area->rows_end; row += TILE_ROWS) {
@@ -186,6 +194,33 @@ INLINE void multiply_area(const struct product *product, const struct area *area
     if (way == TILED) tiles_end(&before);
 }
 
+/* Multiplies an area of a product with quantized weights. `rounded` are the rows, each `stride` blocks apart. */
+INLINE void multiply_octets(const struct product *product, const struct area *area, enum way way,
+                            const struct rounded *rounded, size_t stride, const int kind) {
+    const struct linear *weight = product->weight;
+    const size_t blocks = weight->inputs / BLOCK;
+    _Alignas(64) float result[OCTET_TILE_ROWS * PANEL];
+    struct tile_shapes before;
+    if (way == TILED_OCTETS) tiles_begin(&before, BLOCK_UNITS);
+    for (size_t panel = area->first_panel; panel < area->panels_end; panel++) {
+        const enum format format = (enum format)weight->formats[panel];
+        const quantized_tile tile = way == TILED_OCTETS ? octet_tile(format) : NULL;
+        for (size_t row = area->first_row, count; row < area->rows_end; row += count) {
+            const struct rounded *rows = rounded + row * stride;
+            const size_t left = area->rows_end - row;
+            if (tile && left >= OCTET_TILE_ROWS) {
+                count = OCTET_TILE_ROWS;
+                tile(rows, stride, weight->quantized[panel], blocks, result);
+            } else {
+                count = left < QUANTIZED_ROWS ? left : QUANTIZED_ROWS;
+                multiply_quantized(count, rows, stride, weight->quantized[panel], blocks, result, format);
+            }
+            finish_tile(product, result, row, count, panel, kind);
+        }
+    }
+    if (way == TILED_OCTETS) tiles_end(&before);
+}
+
 /* ---- Rates ---- */
 
 /* Returns the name of a way, and how it sums; NULL if there is no such way. */
@@ -196,32 +231,41 @@ const char *baton_way_sums(int64_t way) { return way < WAYS ? ways[way].sums : N
 int64_t baton_class_rows(int64_t nth) { return nth < ROW_CLASSES - 1 ? (int64_t)class_rows[nth] : 0; }
 
 /*
- * Returns the operations per second of a bfloat16 product of `rows` rows, at most ROWS_AT_ONCE, in one thread with
- * weights in the cache: the best of some repeats, in a tenth of a millisecond or two. 0: the processor does not have
- * this way, or no memory is left.
+ * Returns the operations per second of a product of `rows` rows, at most ROWS_AT_ONCE, in one thread with weights in the
+ * cache: the best of some repeats, in a tenth of a millisecond or two. Weights are bfloat16, or Q8_0 for ways of 8 bits.
+ * 0: the processor does not have this way, or no memory is left.
  */
 double baton_rate(int64_t way, int64_t rows) {
     enum { NUMBERS = 512, PANELS = 4, LEAST_REPEATS = 5, NANOSECONDS = 100000 };
     const size_t units = units_of(BFLOAT16, NUMBERS), count = (size_t)rows, padded = round_up(count, TILE_ROWS);
+    const size_t panel_bytes = quantized_panel_bytes(Q8_0, NUMBERS), blocks = NUMBERS / BLOCK;
     if (!has_way((size_t)way, count)) return 0;
     uint32_t *panels = zeros(PANELS * units * PANEL * 4), *from = zeros(padded * units * 4);
     float *result = zeros(padded * PANELS * PANEL * 4);
+    struct rounded *rounded = zeros(count * blocks * sizeof *rounded);
     struct scratch *scratch = zeros(sizeof *scratch);
     int64_t best = INT64_MAX;
     for (size_t i = 0; panels && i < PANELS * units * PANEL; i++) panels[i] = 0x3f803f00u + (uint32_t)(i % 61);
     for (size_t i = 0; from && i < padded * units; i++) from[i] = 0x3f80bf80u + (uint32_t)(i % 53);
-    const struct linear weight = {.panels = panels, .inputs = NUMBERS, .outputs = PANELS * PANEL, .units = units};
+    char *quantized[PANELS];
+    uint8_t formats[PANELS];
+    for (size_t i = 0; i < PANELS; i++) quantized[i] = (char *)panels + i * panel_bytes, formats[i] = Q8_0;
+    const int octets = way == OCTETS || way == TILED_OCTETS;
+    const struct linear weight = {.panels = panels, .inputs = NUMBERS, .outputs = PANELS * PANEL, .units = units,
+                                  .quantized = octets ? quantized : NULL, .formats = formats};
     const struct product product = {.weight = &weight, .rows = (const char *)from, .row_bytes = units * 4, .count = count,
                                     .mode = WRITE, .result = result, .result_stride = PANELS * PANEL, .scale = 1.0f};
     const struct area area = {0, count, 0, PANELS};
     const int64_t began = nanoseconds();
-    for (int nth = 0; panels && from && result && scratch && (nth < LEAST_REPEATS || nanoseconds() - began < NANOSECONDS); nth++) {
+    const int is_whole = panels && from && result && rounded && scratch;
+    for (int nth = 0; is_whole && (nth < LEAST_REPEATS || nanoseconds() - began < NANOSECONDS); nth++) {
         const int64_t start = nanoseconds();
-        multiply_area(&product, &area, (enum way)way, scratch, BFLOAT16);
+        if (octets) multiply_octets(&product, &area, (enum way)way, rounded, blocks, BFLOAT16);
+        else multiply_area(&product, &area, (enum way)way, scratch, BFLOAT16);
         const int64_t took = nanoseconds() - start;
         if (took < best) best = took;
     }
-    free(panels), free(from), free(result), free(scratch);
+    free(panels), free(from), free(result), free(rounded), free(scratch);
     return best == INT64_MAX ? 0 : 2e9 * NUMBERS * PANELS * PANEL * (double)rows / (double)(best > 0 ? best : 1);
 }
 

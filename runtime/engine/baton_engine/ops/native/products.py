@@ -1,13 +1,14 @@
 """
-How the native library multiplies bfloat16: each way is timed once, and the fastest is chosen.
+How the native library multiplies bfloat16 and 8-bit numbers: by the fastest way, as each is timed once.
 
 The name of an instruction does not tell its rate: on some processors `vdpbf16ps` is slower than float32
 products of widened numbers. The choice depends on the number of rows, by `CLASSES`. The rates are stored in
 the user's cache, in a file named after the library and the processor; measuring them takes some
-milliseconds. BATON_PRODUCTS names a way that is used instead, from as few rows on as it has.
+milliseconds. BATON_PRODUCTS names a way of each kind that is used instead, from as few rows on as it has.
 
 "pairs" and "widened" give the same bits. "amx" sums in another order, so `Products.sums` belongs to the
-compatibility of KV blocks.
+compatibility of KV blocks. Quantized weights are multiplied with rows of 8 bits: "octets" and "octets-amx"
+sum integers, and give the same bits.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ log = logging.getLogger(__name__)
 CLASSES = {"1 row": 1, "2 to 4": 4, "5 to 12": 8, "more": 48}
 """Classes of products by their rows, in the order of products.h, and the rows with which they are timed."""
 
-BASIC = "pairs"
-"""The way that every processor has for any number of rows."""
+BASIC, BASIC_OCTETS = "pairs", "octets"
+"""The ways of both kinds that every processor has for any number of rows."""
 
 ONE_ORDER = "in pairs"
-"""`Products.sums` of all ways but AMX."""
+"""`Products.sums` of all ways of bfloat16 but AMX."""
+
+INTEGERS = "in integers"
+"""How the ways of 8-bit numbers sum."""
 
 Rates = Mapping[str, tuple[float, ...]]
 """Operations per second of one thread by way and class. 0: the processor does not have the way, or not for
@@ -49,15 +53,18 @@ class Products:
     """The way of each class of products, and what it was chosen by."""
 
     chosen: tuple[str, ...]
+    """Of bfloat16."""
+    chosen_octets: tuple[str, ...]
+    """Of 8-bit numbers."""
     rates: Rates
     sums_of: Mapping[str, str]
     """How a way sums. Ways with equal sums give equal bits."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The ways' numbers in the kernels."""
+        """The ways' numbers in the kernels, those of bfloat16 first."""
         names = list(self.rates)
-        return tuple(names.index(way) for way in self.chosen)
+        return tuple(names.index(way) for way in (*self.chosen, *self.chosen_octets))
 
     @property
     def sums(self) -> str:
@@ -73,15 +80,25 @@ class Products:
         return len({self.sums_of[way] for way in self.chosen}) == 1
 
     def __str__(self) -> str:
-        def measured(nth: int) -> str:
-            rates = [(way, each[nth] / 1e9) for way, each in self.rates.items() if each[nth]]
+        def measured(nth: int, chosen: str) -> str:
+            exact = self.sums_of[chosen] == INTEGERS
+            rates = [
+                (way, each[nth] / 1e9)
+                for way, each in self.rates.items()
+                if each[nth] and (self.sums_of[way] == INTEGERS) is exact
+            ]
             return ", ".join(f"{way} {rate:.0f}" for way, rate in rates)
 
-        classes = (
-            f"{name}: {way} ({measured(nth)})"
-            for nth, (name, way) in enumerate(zip(CLASSES, self.chosen, strict=True))
+        def classes(chosen: tuple[str, ...]) -> str:
+            return "; ".join(
+                f"{name}: {way} ({measured(nth, way)})"
+                for nth, (name, way) in enumerate(zip(CLASSES, chosen, strict=True))
+            )
+
+        return (
+            f"bfloat16 products by rows, in GFLOP/s of a thread: {classes(self.chosen)}. "
+            f"8-bit products: {classes(self.chosen_octets)}"
         )
-        return f"bfloat16 products by rows, in GFLOP/s of a thread: {'; '.join(classes)}"
 
 
 def products_of(kernel_library: ctypes.CDLL, environment: Mapping[str, str]) -> Products:
@@ -105,20 +122,27 @@ def _products(kernel_library: ctypes.CDLL, named: str, folder: Path) -> Products
 
 def choose(rates: Rates, sums_of: Mapping[str, str], named: str = "") -> Products:
     """
-    Choose the fastest way of each class, or `named` where the processor has it for so few rows.
+    Choose the fastest way of each class, or one that is `named` where the processor has it for so few rows.
 
-    Raises SetupError if it does not have `named` at all.
+    `named`: at most one of each kind, separated by a comma. Raises SetupError if it does not have one at all.
     """
     usable = [way for way, each in rates.items() if any(each)]
-    if named and named not in usable:
-        raise SetupError(f"BATON_PRODUCTS is {named[:40]!r}, but this processor has {' and '.join(usable)}.")
+    wanted = [name for name in named.split(",") if name]
+    if any(name not in usable for name in wanted):
+        raise SetupError(
+            f"BATON_PRODUCTS is {named[:40]!r}, but this processor has "
+            f"{', '.join(usable[:-1])} and {usable[-1]}."
+        )
 
-    def best(nth: int) -> str:
-        if named:
-            return named if rates[named][nth] else BASIC
-        return max(rates, key=lambda way: rates[way][nth])
+    def best(exact: bool) -> tuple[str, ...]:
+        kind = [way for way in rates if (sums_of[way] == INTEGERS) is exact]
+        basic = BASIC_OCTETS if exact else BASIC
+        own = next((name for name in wanted if name in kind), None)
+        if own is not None:
+            return tuple(own if rate else basic for rate in rates[own])
+        return tuple(max(kind, key=lambda way: rates[way][nth]) for nth in range(len(CLASSES)))
 
-    return Products(tuple(best(nth) for nth in range(len(CLASSES))), rates, sums_of)
+    return Products(best(exact=False), best(exact=True), rates, sums_of)
 
 
 def measure(kernel_library: ctypes.CDLL) -> Rates:
@@ -189,4 +213,4 @@ def _stored(path: Path, names: tuple[str, ...]) -> Rates | None:
     except (OSError, ValueError, TypeError, AttributeError):
         return None
     whole = tuple(rates) == names and all(len(each) == len(CLASSES) for each in rates.values())
-    return rates if whole and all(rates[BASIC]) else None
+    return rates if whole and all(rates[BASIC]) and all(rates[BASIC_OCTETS]) else None

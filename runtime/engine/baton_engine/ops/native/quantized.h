@@ -403,6 +403,96 @@ INLINE void multiply_quantized(size_t count, const struct rounded *rows, size_t 
     }
 }
 
+/* ---- Tiles of AMX ---- */
+
+#define OCTET_TILE_ROWS 32
+
+#if OCTET_TILES
+/*
+ * The same as `multiply_tile`, with the same bits, for OCTET_TILE_ROWS rows: a block is the depth of a tile. Not for Q6_K,
+ * whose scales belong to half a block.
+ */
+INLINE void multiply_octet_tile(const struct rounded *rows, size_t stride, const char *panel, size_t blocks, float *result,
+                                const enum format format) {
+    typedef int8_t octet_words __attribute__((vector_size(VECTOR_BYTES)));
+    _Alignas(64) int32_t sums[OCTET_TILE_ROWS][PANEL];
+    _Alignas(64) uint32_t weights[2][BLOCK_UNITS][LANES];
+    const size_t row_bytes = stride * sizeof *rows;
+    memset(result, 0, OCTET_TILE_ROWS * PANEL * sizeof *result);
+    for (size_t block = 0; block < blocks; block++) {
+        const char *at = block_at(panel, block, format), *header = header_at(panel, block, format);
+        const struct rounded *x = rows + block;
+        if (format != Q8_0)
+            _Pragma("GCC unroll 4") for (int nth = 0; nth < BLOCK_UNITS / 2; nth++)
+                _Pragma("GCC unroll 2") for (int half = 0; half < 2; half++) {
+                    words low, high;
+                    unpack_pair(at, nth, half, &low, &high, format);
+                    store_words(weights[half][2 * nth], (words)((octet_words)low - (int8_t)zero_of(format)));
+                    store_words(weights[half][2 * nth + 1], (words)((octet_words)high - (int8_t)zero_of(format)));
+                }
+        STORED();
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        _tile_loadd(4, x, row_bytes);
+        _tile_loadd(5, x + TILE_SIDE * stride, row_bytes);
+        if (format == Q8_0) {
+            _tile_loadd(6, at, PANEL * 4);
+            _tile_loadd(7, at + LANES * 4, PANEL * 4);
+        } else {
+            _tile_loadd(6, weights[0], LANES * 4);
+            _tile_loadd(7, weights[1], LANES * 4);
+        }
+        _tile_dpbssd(0, 4, 6);
+        _tile_dpbssd(1, 4, 7);
+        _tile_dpbssd(2, 5, 6);
+        _tile_dpbssd(3, 5, 7);
+        _tile_stored(0, sums[0], PANEL * 4);
+        _tile_stored(1, sums[0] + LANES, PANEL * 4);
+        _tile_stored(2, sums[TILE_SIDE], PANEL * 4);
+        _tile_stored(3, sums[TILE_SIDE] + LANES, PANEL * 4);
+        STORED();
+        const struct scales scales[2] = {scales_of(at, header, 0, format), scales_of(at, header, 1, format)};
+        _Pragma("GCC unroll 4") for (int row = 0; row < OCTET_TILE_ROWS; row++) {
+            const struct rounded *of = x + (size_t)row * stride;
+            _Pragma("GCC unroll 2") for (int half = 0; half < 2; half++) {
+                float *to = result + row * PANEL + half * LANES;
+                floats total = load(to);
+                total += as_floats((ints)load_words(sums[row] + half * LANES)) * (scales[half].scale[1] * of->scale);
+                if (!is_symmetric(format)) total += scales[half].offset * (of->scale * (float)(of->sums[0] + of->sums[1]));
+                store(to, total);
+            }
+        }
+    }
+}
+
+#define DEFINE_OCTET_TILE(FORMAT)                                                                            \
+    static void octet_tile_##FORMAT(const struct rounded *rows, size_t stride, const char *panel, size_t blocks, \
+                                    float *result) {                                                         \
+        multiply_octet_tile(rows, stride, panel, blocks, result, FORMAT);                                    \
+    }
+
+DEFINE_OCTET_TILE(Q4_0)
+DEFINE_OCTET_TILE(Q4_1)
+DEFINE_OCTET_TILE(Q5_0)
+DEFINE_OCTET_TILE(Q5_1)
+DEFINE_OCTET_TILE(Q8_0)
+DEFINE_OCTET_TILE(Q4_K)
+DEFINE_OCTET_TILE(Q5_K)
+DEFINE_OCTET_TILE(INT4)
+
+static const quantized_tile octet_tiles[] = {
+    [Q4_0] = octet_tile_Q4_0, [Q4_1] = octet_tile_Q4_1, [Q5_0] = octet_tile_Q5_0, [Q5_1] = octet_tile_Q5_1,
+    [Q8_0] = octet_tile_Q8_0, [Q4_K] = octet_tile_Q4_K, [Q5_K] = octet_tile_Q5_K, [INT4] = octet_tile_INT4,
+};
+
+/* Returns the kernel of OCTET_TILE_ROWS rows, or NULL. Needs `tiles_begin(.., BLOCK_UNITS)`. */
+INLINE quantized_tile octet_tile(enum format format) { return octet_tiles[format]; }
+#else
+INLINE quantized_tile octet_tile(enum format format) { return (void)format, NULL; }
+#endif
+
 /* ---- Packing ---- */
 
 /* One block as stored in GGUF: bytes without sign (signed for Q8_0), and the fields that follow them in a panel. */
@@ -553,16 +643,18 @@ static void unpack_quantized_row(const char *panel, size_t lane, size_t inputs, 
  * with scales of a few hundredths.
  */
 static int quantized_sound(void) {
-    enum { NUMBERS = 2 * BLOCK * SUPERBLOCK, ROWS = 2 * QUANTIZED_ROWS - 1 };
+    enum { NUMBERS = 2 * BLOCK * SUPERBLOCK, ROWS = 2 * QUANTIZED_ROWS - 1, BLOCKS = NUMBERS / BLOCK };
     static const uint8_t formats[] = {Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, INT4};
     static _Alignas(64) char panel[PANEL * NUMBERS * 2];
     static float rows[ROWS][NUMBERS], weights[NUMBERS], result[ROWS][PANEL];
-    static struct rounded x[ROWS][NUMBERS / BLOCK];
+    static struct rounded x[OCTET_TILE_ROWS][BLOCKS];
+    static _Alignas(64) float tiled[OCTET_TILE_ROWS][PANEL];
     uint32_t state = 1;
     for (int row = 0; row < ROWS; row++) {
         for (int i = 0; i < NUMBERS; i++) rows[row][i] = (float)((state = state * 1664525u + 1013904223u) >> 8) / (1 << 24) - 0.5f;
         round_row(rows[row], NUMBERS, x[row]);
     }
+    for (size_t row = ROWS; row < OCTET_TILE_ROWS; row++) memcpy(x[row], x[row % ROWS], sizeof x[row]);
     for (size_t nth = 0; nth < sizeof formats; nth++) {
         const enum format format = (enum format)formats[nth];
         const struct layout layout = layout_of(format);
@@ -596,6 +688,15 @@ static int quantized_sound(void) {
                 }
             }
         }
+#if OCTET_TILES
+        if (!octet_tile(format) || !tiles_allowed()) continue;
+        struct tile_shapes before;
+        tiles_begin(&before, BLOCK_UNITS);
+        octet_tile(format)(x[0], BLOCKS, panel, BLOCKS, tiled[0]);
+        tiles_end(&before);
+        for (size_t row = 0; row < OCTET_TILE_ROWS; row++)
+            if (memcmp(tiled[row], result[row % ROWS], sizeof tiled[row])) return 0;
+#endif
     }
     return 1;
 }

@@ -1,5 +1,6 @@
 /*
- * bfloat16 products with AMX, if the processor supports it: 32 rows by 32 outputs in four tile registers.
+ * Products with AMX, if the processor supports it: 32 rows by 32 outputs in four tile registers. Those of bfloat16 are
+ * here, those of 8 bits in quantized.h.
  *
  * The layout of a panel is that of the tiles. A tile has 16 rows and 16 units. Rows beyond the last one are read
  * and computed, but their results are ignored; units beyond the last one are zeros.
@@ -15,6 +16,12 @@
 #include <unistd.h>
 
 #define TILE_SIDE 16
+
+#if defined(__AMX_INT8__) && defined(__AVX512F__)
+#define OCTET_TILES 1
+#else
+#define OCTET_TILES 0
+#endif
 
 struct tile_shapes {
     uint8_t palette, start, reserved[14];
@@ -33,11 +40,17 @@ static int tiles_allowed(void) {
     return answer > 0;
 }
 
-/* Other libraries configure the tiles too; `tiles_end` restores the previous configuration. */
-INLINE void tiles_begin(struct tile_shapes *before) {
+/*
+ * Tiles 0 to 3 are sums, 4 and 5 rows, 6 and 7 weights of `units` units of 4 bytes. Other libraries configure the tiles
+ * too; `tiles_end` restores the previous configuration.
+ */
+INLINE void tiles_begin(struct tile_shapes *before, const int units) {
     if (!tiles_allowed()) return;
     struct tile_shapes shapes = {.palette = 1};
-    for (int tile = 0; tile < 8; tile++) shapes.bytes[tile] = 4 * TILE_SIDE, shapes.rows[tile] = TILE_SIDE;
+    for (int tile = 0; tile < 8; tile++) {
+        shapes.bytes[tile] = (uint16_t)(4 * (tile == 4 || tile == 5 ? units : TILE_SIDE));
+        shapes.rows[tile] = (uint8_t)(tile >= 6 ? units : TILE_SIDE);
+    }
     _tile_storeconfig(before);
     __asm__ volatile("" ::"r"(&shapes) : "memory");
     _tile_loadconfig(&shapes);
@@ -101,11 +114,13 @@ static void multiply_tiles(int both, const uint32_t *rows, size_t row_stride, co
 
 #else
 #define TILES 0
+#define OCTET_TILES 0
 
 struct tile_shapes {
     uint8_t palette;
 };
-INLINE void tiles_begin(struct tile_shapes *before) { (void)before; }
+#define TILE_SIDE 16
+INLINE void tiles_begin(struct tile_shapes *before, const int units) { (void)before, (void)units; }
 INLINE void tiles_end(const struct tile_shapes *before) { (void)before; }
 #endif
 
