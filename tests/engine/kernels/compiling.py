@@ -174,15 +174,17 @@ def quantized_launches(form: Format, dtype: torch.dtype, shared_memory: int) -> 
 
 
 def adapter_launches(dtype: torch.dtype) -> list[Launch]:
-    """Return what the adapters of a layer launch for a prompt, and in a captured pass."""
+    """Return what the adapters of a layer launch for prompts of two lengths, and in a captured pass."""
     captured = capturing()
     spec = tiny_spec(hidden=4096)
     ops = AcceleratorOps(spec)
     a, b = torch.zeros(16, 4096, dtype=dtype), torch.zeros(4096, 16, dtype=dtype)
     layers = ({"output": LowRankLinear(a, (LowRankOutputs(0, 0, b),))},) * spec.layers
-    rows = [BatchRow([0] * 40, 0, [1, 2, 3], 1, adapter=ops.place_adapter(layers))]
+    adapter = ops.place_adapter(layers)
+    prompts = (BatchRow([0] * tokens, 0, [1, 2, 3], 1, adapter=adapter) for tokens in (40, 5))
     x = torch.zeros(40, 4096, dtype=dtype)
-    for batch in (Batch(rows, 16, CPU), StaticBatch(8, 4, 256, 16, CPU, adapter_rank=16)):
+    batches = [Batch([row], 16, CPU) for row in prompts]
+    for batch in (*batches, StaticBatch(8, 4, 256, 16, CPU, adapter_rank=16)):
         adapted = ops.adapted(batch, wanted=False)
         assert adapted is not None
         adapted.add(x.clone(), x, 0, "output")
