@@ -9,7 +9,7 @@ class EngineKind(enum.StrEnum):
     """
     The engine of a worker, as the router names it.
 
-    Each precedes those that serve its paths too, which are tried after it.
+    The router tries them in this order: an engine stands before those that serve its paths too.
     """
 
     BATON = "baton"

@@ -1,5 +1,5 @@
 """
-The priority classes of requests. A class is one row of `CLASSES`; everything else reads the row.
+The priority classes of requests. A class is one row of `CLASSES`, which the router and the metrics read.
 
 A client names the class in the header `headers.CLASS`. The router's queue is strict: a class is offered what
 the classes before it cannot use.
@@ -43,5 +43,3 @@ CLASSES: dict[str, RequestClass] = {
 
 DEFAULT_CLASS = "default"
 """The class of requests that name none."""
-
-BACKGROUND: tuple[str, ...] = tuple(name for name, one in CLASSES.items() if one.background)

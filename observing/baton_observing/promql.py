@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from baton_api.metrics import Metric
-from baton_api.request_classes import BACKGROUND
+from baton_api.request_classes import CLASSES
 
 TARGET_LABELS = frozenset({"cluster", "namespace", "service", "role", "worker", "revision", "pod", "process"})
 """Labels of the scrape target. docs/guides/observability.md says where each comes from."""
 
-NOT_BACKGROUND = f"!~{'|'.join(BACKGROUND)}"
-"""Value of the label `class` for requests whose clients wait."""
+_BACKGROUND = "|".join(name for name, one in CLASSES.items() if one.background)
+IN_BACKGROUND, NOT_BACKGROUND = f"=~{_BACKGROUND}", f"!~{_BACKGROUND}"
+"""Values of the label `class` for requests whose clients do not wait, and for those whose clients do."""
 
 Aggregation = Literal["sum", "max", "min", "avg", "count"]
 OverTime = Literal["avg", "max", "min", "changes", "deriv"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -52,13 +53,13 @@ def test_class_not_allowed_for_the_tenant_is_rejected() -> None:
 
 A_NEW_CLASS = """
 import math
-from baton_api import request_classes
 from baton_api.request_classes import CLASSES, RequestClass
 
 bulk = RequestClass("bulk", open=False, background=True)
-request_classes.CLASSES = {**CLASSES, bulk.name: bulk}  # before anything reads the table
+CLASSES[bulk.name] = bulk  # before anything else reads the table
 
 from baton_api import headers, metrics
+from baton_observing.promql import NOT_BACKGROUND
 from baton_router.requests.inference_request import request_class
 from baton_router.scheduling.admission import wait_limits
 from baton_router.scheduling.priority_queue import LEVELS, PriorityQueue
@@ -69,6 +70,7 @@ import msgspec
 assert request_class([(headers.CLASS.encode(), b"bulk")], DEFAULT_TENANT) == ("bulk", None)
 assert msgspec.convert({"name": "a", "classes": ["bulk"]}, TenantEntry).classes == ["bulk"]
 assert "bulk" not in OPEN_CLASSES and "bulk" in metrics.ROUTER_QUEUE_DEPTH.foreseen
+assert NOT_BACKGROUND == "!~batch|bulk"
 assert wait_limits("bulk", 1.0, 10.0, 300.0).max_wait_s == math.inf
 queue = PriorityQueue()
 last, middle, first = (entry(1, level=LEVELS[name]) for name in ("bulk", "batch", "default"))
@@ -85,4 +87,4 @@ assert order == [first, middle, last], order
 
 
 def test_class_is_added_by_one_row_of_the_table() -> None:
-    subprocess.run([sys.executable, "-c", A_NEW_CLASS], check=True)
+    subprocess.run([sys.executable, "-c", A_NEW_CLASS], check=True, cwd=Path(__file__).parents[2])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton_api import headers, metrics
+from baton_api import metrics
 from baton_observing.dashboards.panels import (
     CLUSTER,
     NAMESPACE,
@@ -18,7 +18,7 @@ from baton_observing.dashboards.panels import (
     count,
     per_second,
 )
-from baton_observing.promql import NOT_BACKGROUND, or_zero, ratio
+from baton_observing.promql import IN_BACKGROUND, NOT_BACKGROUND, or_zero, ratio
 
 PROGRESS = Row(
     "Progress",
@@ -124,11 +124,11 @@ RESOURCES = Row(
         ),
         Panel(
             title="Batch and other requests",
-            description="Requests of class batch, and all others. Batches use the capacity that other "
-            "classes leave.",
+            description="Requests that no client waits for, and all others. Batches use the capacity that "
+            "other classes leave.",
             unit=REQUESTS_PER_SECOND,
             queries=(
-                Query(or_zero(SELECTED.rate(metrics.ROUTER_REQUESTS, class_=headers.BATCH_CLASS)), "batch"),
+                Query(or_zero(SELECTED.rate(metrics.ROUTER_REQUESTS, class_=IN_BACKGROUND)), "batch"),
                 Query(SELECTED.rate(metrics.ROUTER_REQUESTS, class_=NOT_BACKGROUND), "others"),
             ),
             kind="stacked",

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import msgspec
 
 from baton_api import headers, tickets
-from baton_api.engines import EngineKind
 from baton_api.prompt_report import PromptReport
 from baton_api.resuming import Resumption, with_resumption
 from baton_api.workers import Load, Role
@@ -114,7 +113,6 @@ class BatonChecks:
 
 
 SPEC = EngineSpec(
-    kind=EngineKind.BATON,
     title="Baton",
     signatures=[("/load", lambda reply: "epoch" in reply)],
     checks=BatonChecks,

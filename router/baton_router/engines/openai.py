@@ -122,7 +122,6 @@ class OpenAiChecks:
 
 
 SPEC = EngineSpec(
-    kind=EngineKind.OPENAI,
     title="a server of the OpenAI API",
     signatures=[("/v1/models", lambda reply: "data" in reply)],
     checks=OpenAiChecks,

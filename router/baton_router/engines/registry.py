@@ -34,7 +34,7 @@ async def detect(api: WorkerApi) -> EngineKind | None:
     Raises UpstreamLost and INVALID_REPLY_ERRORS.
     """
     answers: dict[str, dict[str, Any]] = {}
-    for spec in ENGINES.values():
+    for kind, spec in ENGINES.items():
         for target, recognizes in spec.signatures:
             if target not in answers:
                 reply = await api.get(target)
@@ -43,7 +43,7 @@ async def detect(api: WorkerApi) -> EngineKind | None:
                     return None
                 answers[target] = _object(reply)
             if recognizes(answers[target]):
-                return spec.kind
+                return kind
     return None
 
 

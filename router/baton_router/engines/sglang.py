@@ -271,7 +271,6 @@ def single_body(path: str, body: bytes, salt: str) -> bytes:
 
 
 SPEC = EngineSpec(
-    kind=EngineKind.SGLANG,
     title="SGLang",
     signatures=[
         ("/server_info", lambda reply: "disaggregation_mode" in reply),

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton_api.engines import EngineKind
 from baton_router.cache.tiers import Tier
 from baton_router.engines.checks import EngineChecks, WorkerApi
 from baton_router.engines.engine_request import EngineDriver
@@ -26,7 +25,6 @@ def unchanged(path: str, body: bytes, salt: str) -> bytes:
 class EngineSpec:
     """One engine."""
 
-    kind: EngineKind
     title: str
     """Its name for people."""
     signatures: Sequence[tuple[str, Callable[[Mapping[str, Any]], bool]]]

@@ -241,7 +241,6 @@ def single_body(path: str, body: bytes, salt: str) -> bytes:
 
 
 SPEC = EngineSpec(
-    kind=EngineKind.TRTLLM,
     title="TensorRT-LLM",
     signatures=[("/v1/models", _is_trtllm)],  # it serves vLLM's /version too
     checks=TrtllmChecks,

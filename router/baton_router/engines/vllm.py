@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from baton_api.engines import EngineKind
 from baton_api.hashing import client_salt
 from baton_api.prompt_report import Fallback, PromptReport
 from baton_http.sse import EventStream
@@ -286,7 +285,6 @@ def single_body(path: str, body: bytes, salt: str) -> bytes:
 
 
 SPEC = EngineSpec(
-    kind=EngineKind.VLLM,
     title="vLLM",
     signatures=[("/version", lambda reply: isinstance(reply.get("version"), str))],
     checks=VllmChecks,

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import yaml
@@ -32,7 +32,10 @@ from baton_api.watched import WatchedFile
 
 log = logging.getLogger(__name__)
 
-ClassName = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(CLASSES)})$")]
+if TYPE_CHECKING:
+    ClassName = str
+else:
+    ClassName = Literal[tuple(CLASSES)]
 
 OPEN_CLASSES: frozenset[str] = frozenset(name for name, one in CLASSES.items() if one.open)
 """Classes of tenants without a list of classes: others must be allowed explicitly."""

@@ -227,13 +227,11 @@ class PassResults:
         self._cache = cache
         self._clock = clock
 
-    def advance(
-        self, chunk: ScheduledChunk, seconds: float, choice: Sampled, written: Event | None = None
-    ) -> None:
+    def advance(self, chunk: ScheduledChunk, seconds: float, choice: Sampled, written: Event) -> None:
         """
         Process the results of a chunk that was computed in a forward pass of `seconds`.
 
-        `written` is an event behind the pass. None: one behind all work until now.
+        `written` is an event behind the pass.
         """
         sequence = chunk.sequence
         request = sequence.request

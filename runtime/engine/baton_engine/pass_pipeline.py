@@ -156,9 +156,8 @@ class PassPipeline:
         try:
             batch = Batch([row_of(chunk) for chunk in chunks], self._cache.block_size, self._cache.kv.device)
             launched = self._compute(plan, chunks, batch, started)
-            if (
-                not launched.overlaps
-            ):  # then its duration is that of the model, and errors of the device surface here
+            if not launched.overlaps:
+                # Its duration is that of the model, and errors of the device surface here.
                 self._synchronize()
                 launched.model_s = self._clock() - launched.launched_at
         finally:

@@ -110,17 +110,20 @@ def assert_same(
         pytest.param([0], [1], id="one row"),
         pytest.param([1, None, 0], [FEW_TOKENS + 5, 3, 1], id="a prompt beside rows"),
         pytest.param([2, 0], [MANY_TOKENS + 9, 2 * MANY_TOKENS], id="long prompts"),
-        pytest.param(
-            [0, 1] * (PROGRAMS // 2), [1] * PROGRAMS, id="inputs not divided", marks=pytest.mark.slow
-        ),
     ],
 )
 def test_adapters_add_what_plain_operations_add(chosen: list[int | None], counts: list[int]) -> None:
     assert_same(SPEC, chosen, counts)
 
 
-def test_adapters_of_inputs_in_several_splits() -> None:
-    assert_same(WIDE, [1, 0, None], [1, 4, 2])
+@pytest.mark.parametrize("counts", [[1, 4, 2], [1, 1, 1]], ids=["tiles", "rows of one token"])
+def test_adapters_of_inputs_in_several_splits(counts: list[int]) -> None:
+    assert_same(WIDE, [1, 0, None], counts)
+
+
+@pytest.mark.slow
+def test_adapters_of_inputs_that_are_not_divided() -> None:
+    assert_same(WIDE, [0, 1] * (PROGRAMS // 2), [2] * PROGRAMS)
 
 
 def test_only_wanted_tokens_are_adapted_in_the_last_layer() -> None:

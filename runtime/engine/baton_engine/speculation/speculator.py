@@ -92,17 +92,13 @@ class Speculator:
         """See `verification.verify`. Also records the pass, and releases the blocks of rejected tokens."""
         if not self._tokens:
             return 0
-        self.measured(chunks, result.seconds)
+        if all(chunk.is_decode for chunk in chunks):
+            self.times.add(sum(chunk.size for chunk in chunks), result.seconds)
         drafts = [chunk for chunk in chunks if chunk.draft]
         accepted = verify(chunks, result, mask_filler, take) if drafts else 0
         self.forget(drafts)
         self._counters.add_drafts(len(drafts), sum(len(chunk.draft) for chunk in drafts), accepted)
         return accepted
-
-    def measured(self, chunks: abc.Sequence[ScheduledChunk], seconds: float) -> None:
-        """Record the time of a pass."""
-        if self._tokens and all(chunk.is_decode for chunk in chunks):
-            self.times.add(sum(chunk.size for chunk in chunks), seconds)
 
     def forget(self, chunks: abc.Sequence[ScheduledChunk]) -> None:
         """Release the blocks of draft tokens that are not part of an answer."""
