@@ -353,15 +353,22 @@ def _of_pod(pod: Mapping[str, Any], namespace: str) -> Iterator[Problem]:
         waiting, ended = state.get("waiting") or {}, state.get("terminated") or {}
         last = before.get("terminated") or {}
         if "OOMKilled" in (ended.get("reason"), last.get("reason")):
-            reason, message = "OOMKilled", f"killed {container.get('restartCount', 1)} times"
+            times = container.get("restartCount", 0) + (ended.get("reason") == "OOMKilled")
+            reason, message = "OOMKilled", f"killed {times} times"
         elif ended.get("exitCode"):  # until Kubernetes starts it again
-            reason, message = "Error", ended.get("message") or f"exit code {ended['exitCode']}"
+            reason, message = "Error", _last_words(ended) or f"exit code {ended['exitCode']}"
         elif waiting.get("reason") in POD_REMEDIES:
-            # The last words of the container say more than "back-off restarting".
-            reason, message = waiting["reason"], last.get("message") or waiting.get("message", "")
+            # What a container that crashes wrote last says more than "back-off restarting".
+            words = _last_words(last) if waiting["reason"] == "CrashLoopBackOff" else ""
+            reason, message = waiting["reason"], words or waiting.get("message", "")
         else:
             continue
         yield _pod_problem(metadata["name"], reason, message, namespace, container.get("name", ""))
+
+
+def _last_words(run: Mapping[str, Any]) -> str:
+    """The end of a container's termination message: if the message is its log, the cause comes last."""
+    return str(run.get("message") or "")[-300:]
 
 
 def _pod_problem(pod: str, reason: str, message: str, namespace: str = "", container: str = "") -> Problem:

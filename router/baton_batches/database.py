@@ -35,7 +35,7 @@ POSTGRES: dict[str, Any] = {
     "tcp_user_timeout": 15_000,
     "options": "-c statement_timeout=30s -c lock_timeout=10s -c idle_in_transaction_session_timeout=60s",
 }
-"""TCP keepalives: the connection to a server that is gone, or hangs, is closed within half a minute."""
+"""Timeouts and keepalives by which a server that is gone, or hangs, is given up within half a minute."""
 
 SQLITE_BYTES = 64 * 1024
 """Bytes without which SQLite cannot open the files beside a database."""

@@ -46,7 +46,7 @@ class ObjectStore(Protocol):
         ...
 
     def read(self, key: str, start: int, end: int) -> Iterator[bytes]:
-        """Pieces of the bytes from `start` to before `end`. Raises StorageUnavailable, also if some lack."""
+        """Pieces of bytes `start` to before `end`. Raises StorageUnavailable, also if some are missing."""
         ...
 
     def delete(self, key: str) -> None:

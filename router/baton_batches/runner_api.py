@@ -42,7 +42,7 @@ from baton_http.replies import REQUEST_ID, Receive, Scope, Send, request_id, sen
 log = logging.getLogger(__name__)
 
 BODY_LIMIT = 512 * 1024 * 1024
-"""Maximum bytes of a group of results, unless one result is larger."""
+"""Maximum bytes of a group of results. Groups are larger than a megabyte only if one result is."""
 
 RUNNERS = "batch runners"
 """Whose share of the memory of connections results take."""

@@ -316,7 +316,11 @@ def _latest(connection: Connection, batch: BatchRecord) -> float:
 
 
 class ClaimedLines:
-    """Reads of claimed ranges. All calls block: make them in a thread."""
+    """
+    Reads of claimed ranges. All calls block: make them in a thread.
+
+    A range ends where a slice of the input ends. So it is cut by the request that reads it first.
+    """
 
     def __init__(
         self, leases: RunnerLeases, objects: ObjectStore, range_lines: int = wire.SLICE_LINES

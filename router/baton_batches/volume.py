@@ -25,7 +25,7 @@ RESERVE = 8 * 1024 * 1024
 """Bytes of the reserve on a large volume."""
 
 VOLUME_SHARE = 16
-"""Reserve of a small volume, as a share of its size."""
+"""The reserve of a small volume is its size divided by this."""
 
 MEASURED_S = 5.0
 """Seconds for which the measured size of the folder is valid, with what was added since."""

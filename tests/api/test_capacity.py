@@ -1,15 +1,13 @@
-"""Capacity that tenants share, and the memory that a process may use."""
+"""Capacity that tenants share."""
 
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 
 from baton_api.capacity import SharedCapacity
 from baton_api.limits import TENANT_SHARE
-from baton_router.settings import memory_limit
 from tests.seeds import seeds
 
 
@@ -49,22 +47,3 @@ def test_law_nothing_exceeds_the_limit_and_a_new_tenant_finds_room(seed: int) ->
         assert capacity.used == sum(map(capacity.held, "abcd")) <= limit
         assert capacity.allowed("new") == int(TENANT_SHARE * (limit - capacity.used))
         assert limit - capacity.used >= int((1 - TENANT_SHARE) ** 4 * limit)
-
-
-@pytest.mark.parametrize(
-    ("container", "meminfo", "limit"),
-    [
-        ("536870912\n", "MemTotal:  8388608 kB\n", 512 * 1024**2),
-        ("max\n", "MemFree: 1 kB\nMemTotal:        2048 kB\n", 2 * 1024**2),
-        (None, "MemTotal: 2048 kB\n", 2 * 1024**2),
-        (None, None, None),
-    ],
-)
-def test_memory_limit_is_the_lower_one(
-    tmp_path: Path, container: str | None, meminfo: str | None, limit: int | None
-) -> None:
-    files = tmp_path / "memory.max", tmp_path / "meminfo"
-    for file, text in zip(files, (container, meminfo), strict=True):
-        if text is not None:
-            file.write_text(text)
-    assert memory_limit(*files) == limit

@@ -152,8 +152,9 @@ def _trouble(
         if last_run.get("exitCode"):  # until Kubernetes starts it again
             return _sentence(last_run.get("reason") or "Error", last_run.get("message", ""))
         if waiting and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
-            # The termination message of the last run says more than "back-off restarting".
-            last = one.get("lastState", {}).get("terminated") or {}
+            # The termination message of a run that crashed says more than "back-off restarting".
+            crashed = waiting["reason"] == "CrashLoopBackOff"
+            last = one.get("lastState", {}).get("terminated") or {} if crashed else {}
             return _sentence(waiting["reason"], last.get("message") or waiting.get("message", ""))
     return ""
 

@@ -273,7 +273,7 @@ class BlockMap:
         self._release(blocks)
 
     def replace(self, holding: _Holding, tree: Tree) -> None:
-        """Update the chunks of changed blocks. Most blocks have none."""
+        """Replace the tree of a holding, and update the chunks of changed blocks. Most have none."""
         before, holding.tree = holding.tree, tree
         mapped = [*self._chunks, *self._left]
         self.dropped(holding, [block for block in mapped if block in before and block not in tree])

@@ -38,7 +38,7 @@ POLL_S = 0.25
 """Seconds between two checks of the requests."""
 
 SERVICE_POLLS = 4
-"""Looks from one picture of the service to the next."""
+"""Checks between two views of the service."""
 
 KEEP_ALIVE_POLLS = 40
 """Polls without a change after which an open dashboard gets a keep-alive event."""

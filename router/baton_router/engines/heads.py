@@ -1,5 +1,5 @@
 """
-The head of a request as a worker gets it, and that of its response as the client gets it.
+Heads of requests for workers, with the router's credentials, and heads of responses for clients.
 
 A client's own `x-baton-*` headers are dropped, or it could name a prefill worker of its choice. One passes,
 `x-baton-state`: where a worker reads it, `baton_router.proxy.responses` has written it.

@@ -25,7 +25,11 @@ ANSWER_WEIGHT = 3.0
 
 
 class RequestCost(msgspec.Struct, frozen=True):
-    """The numbers of a request that decide its cost."""
+    """
+    The numbers of a request that decide its cost.
+
+    With `n` and several prompts it is as many answers at once, each of which may reach the limit.
+    """
 
     prompts: int = 1
     other_bytes: int = 0

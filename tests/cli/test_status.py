@@ -144,6 +144,57 @@ TROUBLES: list[tuple[str, dict[str, Any], list[Any], list[str]]] = [
         ["(OOMKilled): killed 4 times"],
     ),
     (
+        "killed for the first time",
+        service(SERVING),
+        [
+            {
+                "metadata": {"name": "p"},
+                "status": {
+                    "containerStatuses": [
+                        {"state": {"terminated": {"reason": "OOMKilled", "exitCode": 137}}, "restartCount": 0}
+                    ]
+                },
+            }
+        ],
+        ["(OOMKilled): killed 1 times"],
+    ),
+    (
+        "another image than the one that crashed",
+        service(SERVING),
+        [
+            {
+                "metadata": {"name": "p"},
+                "status": {
+                    "containerStatuses": [
+                        {
+                            "lastState": {"terminated": {"exitCode": 1, "message": "old"}},
+                            "state": {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}},
+                        }
+                    ]
+                },
+            }
+        ],
+        ["(ImagePullBackOff): not found"],
+    ),
+    (
+        "a long log",
+        service(SERVING),
+        [
+            {
+                "metadata": {"name": "p"},
+                "status": {
+                    "containerStatuses": [
+                        {
+                            "lastState": {"terminated": {"message": f"{'at ' * 200}ValueError: the cause"}},
+                            "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+                        }
+                    ]
+                },
+            }
+        ],
+        ["ValueError: the cause."],
+    ),
+    (
         "no node",
         service(SERVING),
         [
