@@ -11,7 +11,8 @@ then, so this is the time of computing the new tokens alone. Prompts that fill t
 that no memory is new, and the first conversation is not counted.
 
 With `--returning`, a prompt of so many tokens is asked again, with some new ones, after others have evicted
-it from the pool, of one worker and of a pair, with a tier and without. Pools have the size of two prompts.
+it from the pool, of one worker and of a pair, with tiers and without. Pools have the size of two prompts. The
+memory before a disk has room for one. A cold disk has nothing in the page cache.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import random
 import statistics
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterable
@@ -38,7 +41,9 @@ FILLING = 4
 NEW = 32
 """New tokens of a prompt that returns."""
 
-TIERED = {"no tier": "", "memory": "--kv-memory-tier 1GiB"}
+DISK = "--kv-memory-tier {prompt} --kv-disk-tier {folder} --kv-disk-tier-size 2GiB"
+
+TIERED = {"no tier": "", "memory": "--kv-memory-tier 1GiB", "disk": DISK, "cold disk": DISK}
 
 SERVERS = {"peers": "--kv-peers", "no peers": "--no-kv-peers"}
 
@@ -113,11 +118,19 @@ def converse(client: Client, turns: int, new: int, generated: int) -> list[tuple
     return pairs
 
 
-def come_back(client: Client, length: int) -> Turn:
-    """Ask a prompt, two others of the same length that evict it, and then the prompt again."""
+def come_back(client: Client, length: int, cold: Path | None) -> Turn:
+    """
+    Ask a prompt, two others of the same length that evict it, and then the prompt again.
+
+    `cold` is a folder whose files leave the page cache before.
+    """
     prompt = _random(length)
     for other in (prompt, _random(length), _random(length)):
         client.ask(other, 1)
+    for path in () if cold is None else cold.rglob("blocks"):
+        with path.open("rb") as file:
+            os.fdatasync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return client.ask([*prompt, *_random(NEW)], 1)
 
 
@@ -125,12 +138,15 @@ def compare_returning(options: argparse.Namespace, length: int) -> None:
     print("| server | tier | cached | restored | TTFT ms, each |")
     print("|---|---|---|---|---|")
     flags = f"--port {options.port} --max-total-tokens {2 * length}"
-    for command, (tier, flag) in itertools.product(("serve", "up"), TIERED.items()):
-        baton = f"{Path(sys.executable).with_name('baton')} {command} {options.model} {flags} {flag}"
-        log = options.out / f"{command}-{tier.replace(' ', '-')}.log"
-        with running(baton, options.port, log):
-            client = Client(options.port, served_name(options.port))
-            turns = [come_back(client, length) for _ in range(options.repeats + 1)][1:]
+    for command, tier in itertools.product(options.commands, options.tiers):
+        name = f"{command}-{tier.replace(' ', '-')}"
+        with tempfile.TemporaryDirectory(dir=options.out) as folder:
+            flag = TIERED[tier].format(folder=folder, prompt=length * options.token_bytes)
+            baton = f"{Path(sys.executable).with_name('baton')} {command} {options.model} {flags} {flag}"
+            with running(baton, options.port, options.out / f"{name}.log"):
+                client = Client(options.port, served_name(options.port))
+                cold = Path(folder) if tier.startswith("cold") else None
+                turns = [come_back(client, length, cold) for _ in range(options.repeats + 1)][1:]
         each = ", ".join(f"{turn.ttft_ms:.0f}" for turn in turns)
         sizes = " | ".join(
             f"{statistics.median(getattr(turn, name) for turn in turns):.0f}"
@@ -156,6 +172,9 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--conversations", default="2:600:2048,8:400:400")
     parser.add_argument("--returning", type=int, nargs="*", default=[], help="tokens of returning prompts")
+    parser.add_argument("--tiers", nargs="+", choices=TIERED, default=[*TIERED])
+    parser.add_argument("--commands", nargs="+", choices=("serve", "up"), default=["serve", "up"])
+    parser.add_argument("--token-bytes", type=int, default=23_040, help="bytes of a token in the KV cache")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--port", type=int, default=8340)
     parser.add_argument("--flags", default="--kv-cache-memory=180MiB", help="further flags of `baton up`")

@@ -19,7 +19,7 @@ import typer
 from baton_api import installing
 from baton_api.errors import BatonError, SetupError
 from baton_api.exposure import DEFAULT_PORT
-from baton_cli import batch, command, help, inspection
+from baton_cli import batch, cache, command, help, inspection
 
 FAILED = 1
 SETUP_FAILED = 2
@@ -253,6 +253,7 @@ def create_app(arguments: list[str]) -> typer.Typer:
             _add(app, title, function, function.__name__ == named)
     inspection.add_to(app)
     batch.add_to(app)
+    cache.add_to(app)
     for function in (fetch, version):
         _add(app, "Other", function, False)
     return app

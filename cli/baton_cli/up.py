@@ -103,6 +103,8 @@ class Plan:
             counts[role] += 1
             shared = {"shared_cores": seats[len(commands)]} if seats else {}
             named = {**shared, **flags, "name": name, "served_model_name": self.names, "host": "127.0.0.1"}
+            if disk := named.get("kv_disk_tier"):
+                named["kv_disk_tier"] = str(Path(disk) / name)  # one worker uses a folder
             commands.append(
                 Command(
                     name=name,
@@ -337,7 +339,11 @@ def make_plan(
             "`baton serve`."
         )
     # Each worker measures the free memory at its start. They start together, so they share it.
-    share = {"memory_share": worker.memory_share / (prefill + decode)} if worker.memory_share else {}
+    share: dict[str, Any] = {}
+    if worker.memory_share:
+        share["memory_share"] = worker.memory_share / (prefill + decode)
+    if worker.kv_disk_tier:  # also from the environment: each worker gets its own folder in it
+        share["kv_disk_tier"] = worker.kv_disk_tier
     # The router needs no token ids, and other local users must not read them.
     kv_events = {} if "kv_events" in worker.model_fields_set else {"kv_events": KV_EVENTS, "kv_tokens": False}
     # The processes write to pipes, so the format depends on where this process shows their lines.

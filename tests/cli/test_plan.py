@@ -41,6 +41,19 @@ def test_workers_share_a_share_of_the_memory(tiny: Path, monkeypatch: pytest.Mon
     assert all("--memory-share=0.3" in command.arguments for command in plan(tiny).worker_commands(8))
 
 
+def test_plan_workers_have_disk_tiers_of_their_own(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def folders(**given: Any) -> list[str]:
+        commands = plan(tiny, decode=2, **given).worker_commands(8)
+        flags = [part for command in commands for part in command.arguments]
+        return [flag.removeprefix("--kv-disk-tier=") for flag in flags if flag.startswith("--kv-disk-tier=")]
+
+    assert folders() == []
+    expected = ["/kv/prefill-0", "/kv/decode-0", "/kv/decode-1"]
+    assert folders(kv_memory_tier="1GiB", kv_disk_tier="/kv", kv_disk_tier_size="1GiB") == expected
+    monkeypatch.setenv("BATON_KV_DISK_TIER", "/kv")
+    assert folders(kv_memory_tier="1GiB", kv_disk_tier_size="1GiB") == expected
+
+
 def test_plan_workers_get_one_seat_each(tiny: Path) -> None:
     commands = plan(tiny).worker_commands(2, ["seats:0", "seats:1"])
     for number, command in enumerate(commands):

@@ -40,14 +40,14 @@ class Serving:
         clock: Callable[[], float] = time.monotonic,
         draft: FakeModel | None = None,
         wrap: Callable[[Model, KVCache], Model] = lambda model, cache: model,
-        tier: Callable[[KVCache], Tier] | None = None,
+        tiers: Callable[[KVCache], list[Tier]] = lambda cache: [],
         kv_events: KvEvents | None = None,
         **limits: Any,
     ) -> None:
         self.model = model or FakeModel()
         self.cache = make_cache(blocks, block_size)
         limits = {"max_model_len": 1024, "chunk_tokens": 32, "max_running": 16, **limits}
-        self.tiers = [] if tier is None else [tier(self.cache)]
+        self.tiers = tiers(self.cache)
         self.fatal: list[str] = []
         self.engine = Engine(
             wrap(self.model, self.cache),

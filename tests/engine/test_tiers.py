@@ -27,10 +27,10 @@ from baton_engine.kv.events import Change, KvEvents, Stored, events_of
 from baton_engine.model.decoder import Model
 from baton_engine.requests import Fetch, FetchResult, FinishReason, Output, Request
 from baton_engine.scheduling.limits import EngineLimits
-from baton_engine.tiers.blocks import Bytes, PoolBytes
 from baton_engine.tiers.index import Place, TierIndex
 from baton_engine.tiers.memory import MemoryStore
-from baton_engine.tiers.store import Copy
+from baton_engine.tiers.slab import Bytes
+from baton_engine.tiers.store import Copy, Read
 from baton_engine.tiers.tier import Tier, Tiers, TierSnapshot
 from tests.engine.fake_model import make_cache
 from tests.engine.greedy import CPU
@@ -56,11 +56,11 @@ class UnkindStore(MemoryStore):
         self.lies: Callable[[Bytes], None] | None = None
         """Changes the bytes of each slot that is read."""
 
-    def write(self, copies: Sequence[Copy], pool: PoolBytes) -> list[int]:
+    def write(self, copies: Sequence[Copy], read: Read) -> list[int | None]:
         self._wait()
         if self.write_error is not None:
             raise self.write_error
-        return super().write(copies, pool)
+        return super().write(copies, read)
 
     def read(self, slot: int) -> Bytes:
         data = super().read(slot).copy()
@@ -97,11 +97,11 @@ class Tiered(Serving):
     store: UnkindStore
 
     def __init__(self, slots: int = 64, **given: Any) -> None:
-        def tier(cache: KVCache) -> Tier:
+        def tiers(cache: KVCache) -> list[Tier]:
             self.store = UnkindStore(slots, cache.block_bytes)
-            return Tier(self.store, cache)
+            return [Tier(self.store, cache)]
 
-        super().__init__(blocks=POOL, clock=SlowPasses(), tier=tier, **given)
+        super().__init__(blocks=POOL, clock=SlowPasses(), tiers=tiers, **given)
 
     @property
     def state(self) -> TierSnapshot:
@@ -299,9 +299,9 @@ def test_tier_block_evicted_while_it_is_copied_is_dropped(tiered: Tiered) -> Non
 
 def test_tier_is_not_read_if_computing_is_sooner() -> None:
     """By the engine's own clock, a pass of the fake model takes less than a millisecond."""
-    cache_of = lambda cache: Tier(UnkindStore(64, cache.block_bytes), cache)  # noqa: E731
+    tiers = lambda cache: [Tier(UnkindStore(64, cache.block_bytes), cache)]  # noqa: E731
     still = itertools.count()
-    with Serving(blocks=POOL, clock=lambda: next(still) * 1e-9, tier=cache_of) as serving:
+    with Serving(blocks=POOL, clock=lambda: next(still) * 1e-9, tiers=tiers) as serving:
         prompt = prompt_of(40, 4)
         (expected,) = serving.run(request_of("a", prompt=prompt))
         serving.until(lambda now: now.tiers[0].blocks >= 10)
@@ -377,7 +377,9 @@ def test_tier_snapshot_of_the_pool_is_followed_by_the_tiers_blocks() -> None:
     heard = Heard()
     with Tiered(kv_events=KvEvents(heard)) as tiered:
         tiered.away(request_of("a", 40, seed=4))
-        tiered.until(lambda now: now.tiers[0].blocks >= 20)
+        (tier,) = tiered.tiers
+        tiered.until(lambda now: not tier._dirty and tier._work is None)  # nothing is being copied
+        tiered.until(lambda now: len(heard.known[HOST_MEMORY]) == now.tiers[0].blocks >= 20)
         known = set(heard.known[HOST_MEMORY])
         heard.known[HOST_MEMORY].clear()
         seq = tiered.engine.kv_snapshot().result().seq
@@ -466,7 +468,7 @@ def test_tier_copies_beside_each_pass_until_half_of_the_pool_is_ready() -> None:
     for expected in (2, 4):
         commands.get(timeout=60)()
         assert tier.snapshot().blocks == expected
-    assert not tier._busy, "4 of 6 blocks can be handed out, and the engine has work"
+    assert not tier._work, "4 of 6 blocks can be handed out, and the engine has work"
     tier.clean(idle=True)
     commands.get(timeout=60)()
     assert all(tier.has(name) for name in names)
@@ -492,7 +494,8 @@ def test_tier_restores_that_wait_for_others_are_predicted_and_are_no_failures() 
     for number, name in enumerate(names):
         slot = tier._index.reserve()
         assert slot is not None
-        (value,) = store.write([Copy(name, b"", 1, slot)], tier._bytes)
+        (value,) = store.write([Copy(name, b"", 1, slot)], tier._bytes.read)
+        assert value is not None
         tier._index.add(name, Place(slot, value, names[number - 1] if number else root_hash()))
     tier._speed.add(1, 0.002, 1.0, now)  # a block takes 0.3 s
 
@@ -534,7 +537,7 @@ def test_index_announces_each_chain_as_one_event_in_parts_of_limited_size() -> N
     heard = Heard()
     events = KvEvents(heard)
     blocks, chains = FRAME_ENTRIES + 1000, 8
-    index = TierIndex(blocks, HOST_MEMORY, events)
+    index = TierIndex(range(blocks), HOST_MEMORY, events)
     for chain in range(chains):
         names = [number.to_bytes(16) for number in range(chain, blocks, chains)]
         for name, parent in reversed(list(zip(names, [root_hash(), *names[:-1]], strict=True))):
@@ -555,7 +558,7 @@ def test_index_announces_each_chain_as_one_event_in_parts_of_limited_size() -> N
 
 
 def test_index_slot_that_is_read_is_not_used_again_before_the_end_of_the_read() -> None:
-    index = TierIndex(2, HOST_MEMORY, None)
+    index = TierIndex(range(2), HOST_MEMORY, None)
     names = block_hashes(range(8), 4, root_hash())
     for name in names:
         slot = index.reserve()

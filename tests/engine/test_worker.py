@@ -172,6 +172,15 @@ async def test_without_a_size_the_cache_takes_a_part_of_the_memory(tiny: Path) -
             {"kv_memory_tier": 2**20, "tensor_parallel_size": 2},
             ("--kv-memory-tier", "--tensor-parallel-size 1"),
         ),
+        ({"kv_disk_tier": "/tmp/kv"}, ("--kv-disk-tier-size", "100GiB")),
+        (
+            {"kv_disk_tier": "/tmp/kv", "kv_disk_tier_size": 2**20},
+            ("--kv-disk-tier needs --kv-memory-tier", "1GiB"),
+        ),
+        (
+            {"kv_memory_tier": 2**20, "kv_disk_tier": "/tmp/kv", "kv_disk_tier_size": 9000},
+            ("--kv-disk-tier-size 9.00 kB", "one KV block"),
+        ),
     ],
     ids=[
         "a cache of one block",
@@ -183,6 +192,9 @@ async def test_without_a_size_the_cache_takes_a_part_of_the_memory(tiny: Path) -
         "a tier larger than memory",
         "a tier of no block",
         "a tier of several ranks",
+        "a disk without its size",
+        "a disk without memory",
+        "a disk of no block",
     ],
 )
 async def test_worker_impossible_settings_are_rejected_with_numbers(
@@ -220,6 +232,34 @@ async def test_worker_with_a_memory_tier_copies_and_restores(tiny: Path) -> None
         assert (
             f'baton_worker_prompt_tokens_total{{source="memory"}} {float(restored)}' in text or not restored
         )
+
+
+async def test_worker_writes_its_memory_to_the_disk_and_finds_it_again(tiny: Path, tmp_path: Path) -> None:
+    """The end of the first worker writes what only its memory has."""
+    given = settings(
+        tiny,
+        kv_cache_memory=BLOCK_BYTES * 34,
+        kv_memory_tier=BLOCK_BYTES * 100,
+        kv_disk_tier=str(tmp_path / "kv"),
+        kv_disk_tier_size=2 * 2**20,
+    )
+    prompt = tuple((3 + position * 8 + position**2) % 64 for position in range(490))
+    answers = []
+    for start in range(2):
+        async with open_worker(given) as worker:
+            tier = worker.engine.snapshot().tiers[1]
+            assert (tier.name, tier.block_bytes, tier.paused) == ("disk", BLOCK_BYTES, False)
+            assert tier.blocks >= 30 * start
+            with pytest.raises(SetupError, match="is in use by another process"):
+                async with open_worker(given):
+                    pass
+            request = Request(str(start), prompt, SamplingParams(temperature=0.0, max_tokens=8))
+            outputs = [output async for output in worker.client.generate(request)]
+            answers.append([choice.token for output in outputs for choice in output.tokens])
+            text = service.served_of(worker).metrics.text().decode()
+            assert 'baton_worker_tier_paused{tier="disk"} 0.0' in text
+            assert f'baton_worker_tier_block_queries_total{{tier="disk"}} {float(30)}' in text
+    assert answers[0] == answers[1]
 
 
 async def test_worker_cache_and_tier_must_fit_into_the_memory_together(

@@ -16,7 +16,7 @@ from baton_operator.crd import RESOURCES, Resource
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from tests.operator.bounds import Breach, breaches, broken
 from tests.operator.test_crd import NO_QUANTITIES, QUANTITIES
-from tests.operator.test_engines import CLAIM, DISK, MEMORY, SGLANG, VLLM, settled, with_tiers
+from tests.operator.test_engines import BATON, CLAIM, DISK, MEMORY, SGLANG, VLLM, settled, with_tiers
 from tests.router.real_kubernetes import RealKubernetes, real_kubernetes
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -239,8 +239,16 @@ async def test_admission_value_beyond_a_bound_is_rejected_and_named(
     print(f"{kind.kind}: {len(cases)} values refused")
 
 
-@pytest.mark.parametrize("spec", [VLLM, SGLANG], ids=["vLLM", "SGLang"])
-@pytest.mark.parametrize("disk", [DISK, CLAIM], ids=["a claim of each pod", "one claim for all"])
+@pytest.mark.parametrize(
+    ("spec", "disk"),
+    [
+        pytest.param(VLLM, DISK, id="vLLM, a claim of each pod"),
+        pytest.param(VLLM, CLAIM, id="vLLM, one claim for all"),
+        pytest.param(SGLANG, DISK, id="SGLang, a claim of each pod"),
+        pytest.param(SGLANG, CLAIM, id="SGLang, one claim for all"),
+        pytest.param(BATON, DISK, id="Baton, a claim of each pod"),
+    ],
+)
 async def test_pods_with_tiers_of_the_kv_cache_are_admitted(
     api: RealKubernetes, spec: dict[str, Any], disk: dict[str, Any]
 ) -> None:

@@ -230,6 +230,21 @@ def test_tier_of_baton_workers_is_a_flag(role: str) -> None:
     assert flag(main(settled(BATON), role), "--kv-memory-tier") is None
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_disk_of_baton_workers_is_a_volume_of_each_pod(role: str) -> None:
+    """A folder below the mount: the root of a file system may have others, such as lost+found."""
+    cluster = settled(with_tiers(BATON, MEMORY, {**DISK, "volume": {"emptyDir": {}}}))
+    container = main(cluster, role)
+    assert flag(container, "--kv-disk-tier") == "/kv-tier/blocks"
+    assert flag(container, "--kv-disk-tier-size") == str(500 * 2**30)
+    assert named(container["volumeMounts"], "kv-tier") == {"name": "kv-tier", "mountPath": "/kv-tier"}
+    assert named(pod(cluster, role)["volumes"], "kv-tier") == {"name": "kv-tier", "emptyDir": {}}
+    claim = named(pod(settled(with_tiers(BATON, MEMORY, DISK)), role)["volumes"], "kv-tier")
+    assert claim is not None and "ephemeral" in claim
+    without = main(settled(with_tiers(BATON, MEMORY)), role)
+    assert flag(without, "--kv-disk-tier") is None and named(without["volumeMounts"], "kv-tier") is None
+
+
 def named(parts: list[Manifest], name: str) -> Manifest | None:
     return next((dict(one) for one in parts if one["name"] == name), None)
 
@@ -588,6 +603,10 @@ REFUSED = [
     pytest.param(
         with_tiers(BATON, MEMORY), {"prefill": {"parallelism": {"tensor": 2}}},
         ["spec.prefill.parallelism.tensor is 2", "kvCacheTiers"], id="a tier of Baton with ranks",
+    ),
+    pytest.param(
+        with_tiers(BATON, MEMORY, CLAIM), {},
+        ["spec.engine.kvCacheTiers", "all pods share", "emptyDir"], id="one disk of all Baton workers",
     ),
     pytest.param(VLLM, {"engine": {"image": None}}, ["spec.engine.image", "--vllm-image"], id="image"),
     pytest.param(CUSTOM, {"engine": {"image": None}}, ["Custom", "spec.engine.image"], id="custom image"),

@@ -15,7 +15,7 @@ from baton_api.metrics.metric import (
 from baton_api.prompt_report import Fallback
 
 TRANSPORT = Label("transport", bound="8 transports, such as nixl/ucx shm; empty before the first read")
-TIERS = ("memory",)
+TIERS = ("memory", "disk")
 """Tiers behind the KV cache of Baton's workers."""
 
 TIER = Label("tier", TIERS)
@@ -49,7 +49,8 @@ WORKER_PROMPT_TOKENS = Metric(
     "counter",
     "tokens",
     "Prompt tokens by the source of their KV blocks: computed by this worker, by a prefill worker "
-    "(`remote`), cached, read from the cache of another worker (`peer`), or restored from a tier (`memory`).",
+    "(`remote`), cached, read from the cache of another worker (`peer`), or restored from a tier (`memory`, "
+    "`disk`).",
     (Label("source", ("computed", "remote", "cached", "peer", *TIERS)),),
 )
 WORKER_GENERATION_TOKENS = Metric(
@@ -298,6 +299,13 @@ WORKER_TIER_CORRUPT = Metric(
 )
 WORKER_TIER_ERRORS = Metric(
     "baton_worker_tier_write_errors_total", "counter", "events", "Failed writes to a tier.", (TIER,)
+)
+WORKER_TIER_PAUSED = Metric(
+    "baton_worker_tier_paused",
+    "gauge",
+    "yes or no",
+    "1 while a tier is left alone: a read was late or failed, a write failed, or it could not be opened.",
+    (TIER,),
 )
 WORKER_TIER_READS = Metric(
     "baton_worker_tier_reads_total",

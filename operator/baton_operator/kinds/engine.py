@@ -63,8 +63,8 @@ class KvCacheTier(Part):
 
     volume: Anything | None = None
     """Disk: source of the volume, as in a pod, such as persistentVolumeClaim. What one worker stores in a
-    persistentVolumeClaim or nfs, all workers can restore. Default: each pod has a new claim of `size` in the
-    default StorageClass, which is deleted with the pod."""
+    persistentVolumeClaim or nfs, all workers can restore; those of type Baton need a disk of their own.
+    Default: each pod has a new claim of `size` in the default StorageClass, which is deleted with the pod."""
 
 
 @rules(
@@ -83,11 +83,6 @@ class KvCacheTier(Part):
     Rule(
         "self.type in ['Baton', 'vLLM', 'SGLang'] || !has(self.kvCacheTiers) || size(self.kvCacheTiers) == 0",
         "kvCacheTiers is for type Baton, vLLM and SGLang: give other engines their own flags in args",
-        ".kvCacheTiers",
-    ),
-    Rule(
-        "self.type != 'Baton' || !has(self.kvCacheTiers) || self.kvCacheTiers.all(one, one.type == 'Memory')",
-        "workers of type Baton have no tier of type Disk yet",
         ".kvCacheTiers",
     ),
     Rule(
@@ -138,9 +133,8 @@ class Engine(Part):
 
     kv_cache_tiers: Annotated[list[KvCacheTier], Field(max_length=2)] = []
     """Tiers of workers of type Baton, vLLM and SGLang, for KV blocks that leave the KV cache. A prompt whose
-    blocks are there is restored instead of computed, by type Baton only where that is sooner. Baton: type
-    Memory only, and without tensor parallelism. SGLang: not for decode workers of a pair, which have no
-    prefix cache."""
+    blocks are there is restored instead of computed, by type Baton only where that is sooner. Baton: without
+    tensor parallelism. SGLang: not for decode workers of a pair, which have no prefix cache."""
 
     lora: Lora | None = None
     """Lets workers of type Baton and vLLM load LoraAdapters. Without it, they load none. Adding a LoraAdapter

@@ -291,6 +291,15 @@ class WorkerSettings(BaseSettings):
     restored from there, where that is predicted to take at most half of the time of computing it. The memory
     is in addition to that of the KV cache. 0: none."""
 
+    kv_disk_tier: str = ""
+    """Folder on a disk for KV blocks that the memory tier has. They outlive the worker: after its next start,
+    a prompt that returns is restored from there, where that is sooner than computing it. Each worker needs a
+    folder of its own; `baton up` adds the worker's name. Needs --kv-memory-tier. Empty: none."""
+
+    kv_disk_tier_size: Bytes = Field(default=0, ge=0)
+    """Maximum size of the folder of --kv-disk-tier, such as 100GiB. It is allocated at the start. When it is
+    full, it takes blocks that are used a second time, in place of those that were not used for longest."""
+
     control_host: str = "127.0.0.1"
     """Address on which the control server of a prefill or decode worker listens. Prefill workers on other
     machines read the blocks of a decode worker only if they can reach it."""

@@ -13,9 +13,10 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -58,6 +59,7 @@ from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings
 from baton_engine.spec import ModelSpec
 from baton_engine.speculation.loading import check_draft, load_draft, speculation_tokens
+from baton_engine.tiers.disk import DiskStore, namespace_of
 from baton_engine.tiers.memory import MemoryStore
 from baton_engine.tiers.tier import Tier
 from baton_engine.tracing import WorkerTracing, tracing_of
@@ -72,6 +74,9 @@ log = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 0.0005
 """Seconds for which the engine's thread may keep the GIL while the event loop waits for it. Python's default
 of 5 ms would delay every token."""
+
+FLUSH_S = 5.0
+"""Seconds after the drain for blocks that are only in memory, if there is a tier on a disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,10 +195,7 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
     """Start a worker and warm it up. Raises SetupError if settings, model or machine do not allow it."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     ranks = settings.tensor_parallel_size
-    if settings.kv_memory_tier and ranks > 1:
-        raise SetupError(
-            "--kv-memory-tier needs --tensor-parallel-size 1: it would keep the first rank's part of a block."
-        )
+    _check_tiers(settings)
     torch.set_num_threads(max(1, (settings.threads or machine.usable_cores()) // ranks))
     device = device_of(settings.device, ranks)
     dtype = dtype_of(settings.dtype, device)
@@ -212,7 +214,14 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
         grammars = stack.enter_context(contextlib.closing(Grammars(loaded.tokenizer)))
         transfer = await _open_transfer(settings, cache, loaded.model, f"{name}-{epoch[:8]}", stack)
         model, draft = _capture(settings, loaded, cache, limits, dtype, stack)
-        tiers = _open_tiers(settings, loaded, cache, draft, stack)
+        compatibility = Compatibility.of(
+            loaded.spec,
+            dtype,
+            loaded.weights_digest,
+            kv_dtype=cache_dtype,
+            products=loaded.model.sums if isinstance(loaded.model, NativeDecoder) else ONE_ORDER,
+        )
+        tiers = await asyncio.to_thread(_open_tiers, settings, loaded, cache, draft, compatibility, stack)
         client, fatal = _open_engine(loaded, model, cache, limits, publisher, draft, tiers, stack)
         worker = Worker(
             settings=settings,
@@ -228,13 +237,7 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
             cache=cache,
             engine=client.engine,
             client=client,
-            compatibility=Compatibility.of(
-                loaded.spec,
-                dtype,
-                loaded.weights_digest,
-                kv_dtype=cache_dtype,
-                products=loaded.model.sums if isinstance(loaded.model, NativeDecoder) else ONE_ORDER,
-            ),
+            compatibility=compatibility,
             transfer=transfer,
             publisher=publisher,
             tracing=tracing,
@@ -337,11 +340,27 @@ def _capture(
     return model, draft
 
 
+def _check_tiers(settings: WorkerSettings) -> None:
+    if settings.kv_memory_tier and settings.tensor_parallel_size > 1:
+        raise SetupError(
+            "--kv-memory-tier needs --tensor-parallel-size 1: it would keep the first rank's part of a block."
+        )
+    if bool(settings.kv_disk_tier) != bool(settings.kv_disk_tier_size):
+        raise SetupError(
+            "--kv-disk-tier and --kv-disk-tier-size are set together: a folder, and its size, such as 100GiB."
+        )
+    if settings.kv_disk_tier and not settings.kv_memory_tier:
+        raise SetupError(
+            "--kv-disk-tier needs --kv-memory-tier, through which its blocks pass. Set one, such as 1GiB."
+        )
+
+
 def _open_tiers(
     settings: WorkerSettings,
     loaded: _LoadedModel,
     cache: KVCache,
     draft: tuple[Model, KVCache] | None,
+    compatibility: Compatibility,
     stack: contextlib.AsyncExitStack,
 ) -> list[Tier]:
     """Open the tiers, the fastest first. Raises SetupError."""
@@ -357,9 +376,47 @@ def _open_tiers(
         free = max(0, free - cache.kv.nbytes - (0 if draft is None else draft[1].kv.nbytes))
     store = MemoryStore(settings.kv_memory_tier, cache.block_bytes, free)
     log.info("%d KV blocks fit into the memory tier of %s", store.slots, show_size(settings.kv_memory_tier))
-    tier = Tier(store, cache)
-    stack.callback(tier.close)
-    return [tier]
+    tiers = [Tier(store, cache)]
+    if settings.kv_disk_tier:
+        tiers.append(_open_disk(settings, loaded.checkpoint, cache, compatibility, tiers[0]))
+    stack.push_async_callback(asyncio.to_thread, _close_tiers, tiers)
+    return tiers
+
+
+def _open_disk(
+    settings: WorkerSettings,
+    checkpoint: Checkpoint,
+    cache: KVCache,
+    compatibility: Compatibility,
+    above: Tier,
+) -> Tier:
+    """Open the tier on a disk, without slots if the disk cannot be used. Raises SetupError."""
+    folder, size = Path(settings.kv_disk_tier).expanduser(), settings.kv_disk_tier_size
+    try:
+        namespace = namespace_of(compatibility.digest, checkpoint.path)
+    except OSError as error:
+        raise SetupError(f"Cannot read {checkpoint.path}: {error}.") from error
+    store = DiskStore(folder, size, cache.block_bytes, namespace)
+    tier = Tier(store, cache, above=above)
+    if store.slots:
+        counts = store.slots, show_size(size), folder, len(store.found)
+        log.info("%d KV blocks fit into the disk tier of %s in %s, which has %d of this model", *counts)
+    else:
+        tier.totals.errors += 1
+    return tier
+
+
+def _close_tiers(tiers: Sequence[Tier]) -> None:
+    """Bring what only the memory has to the disk, within a short time."""
+    if len(tiers) > 1:
+        until = time.monotonic() + FLUSH_S
+        try:
+            for tier in tiers:
+                tier.flush(until)
+        except Exception:  # a broken device must not keep the process from its end
+            log.exception("Cannot write the KV blocks of the memory to the disk.")
+    for tier in reversed(tiers):
+        tier.close()
 
 
 def _open_engine(

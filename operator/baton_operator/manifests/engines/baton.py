@@ -5,6 +5,7 @@ from __future__ import annotations
 from baton_api.engines import EngineKind
 from baton_api.workers import Role
 from baton_operator.kinds.engine import Variable
+from baton_operator.kinds.part import amount
 from baton_operator.manifests import tickets
 from baton_operator.manifests.engines import tiers
 from baton_operator.manifests.engines.arguments import lora_flags
@@ -24,6 +25,8 @@ def container(worker: WorkerPod) -> EngineContainer:
         env=_tickets(worker),
         ready="/ready",
         startup_s=worker.spec.startup_timeout.whole_seconds,
+        volumes=tiers.volumes(worker.blueprint.engine),
+        mounts=tiers.mounts(worker.blueprint.engine),
     )
 
 
@@ -57,6 +60,8 @@ def _flags(worker: WorkerPod) -> list[str]:
         flags.append(f"--kv-cache-memory={engine.kv_cache_memory}")
     if size := tiers.memory(engine):
         flags.append(f"--kv-memory-tier={size}")
+    if disk := tiers.disk(engine):
+        flags += [f"--kv-disk-tier={tiers.FOLDER}/blocks", f"--kv-disk-tier-size={int(amount(disk.size))}"]
     return flags + lora_flags(engine)
 
 

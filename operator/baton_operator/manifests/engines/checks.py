@@ -129,6 +129,12 @@ def _check_tiers(engine: Engine, path: str, role: WorkerRole) -> None:
             f"{path}.parallelism.tensor is {role.parallelism.tensor}, and workers of type Baton have tiers "
             "without tensor parallelism only. Remove spec.engine.kvCacheTiers, or set 1."
         )
+    disk = tiers.disk(engine)
+    if engine.type == "Baton" and disk is not None and tiers.is_shared(disk):
+        raise ValueError(
+            "spec.engine.kvCacheTiers has a volume that all pods share, and each worker of type Baton needs "
+            "a disk of its own. Remove its `volume`, or use emptyDir, ephemeral or hostPath."
+        )
     _check_memory(engine, path, role)
 
 

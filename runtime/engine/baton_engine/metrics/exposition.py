@@ -267,6 +267,7 @@ def _tiers(now: EngineSnapshot) -> Iterator[GaugeMetricFamily | CounterMetricFam
     yield _counter(metrics.WORKER_TIER_DROPPED, {name: totals.dropped for name, _, totals in tiers})
     yield _counter(metrics.WORKER_TIER_CORRUPT, {name: totals.corrupt for name, _, totals in tiers})
     yield _counter(metrics.WORKER_TIER_ERRORS, {name: totals.errors for name, _, totals in tiers})
+    yield _gauge(metrics.WORKER_TIER_PAUSED, {name: tier.paused for name, tier, _ in tiers})
     yield _counter(metrics.WORKER_TIER_READS, dict(now.totals.restores.items()))
 
 

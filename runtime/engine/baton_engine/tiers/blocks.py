@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import xxhash
-from numpy.typing import NDArray
 
 from baton_engine.kv.cache import KVCache
 from baton_engine.streams import Streams
-
-Bytes = NDArray[np.uint8]
-"""The bytes of one block, contiguous."""
+from baton_engine.tiers.slab import Bytes, sum_of
 
 
 class PoolBytes:
@@ -49,8 +45,3 @@ class PoolBytes:
             self._rows[block].copy_(torch.from_numpy(data))
             self._streams.record().wait()
         return True
-
-
-def sum_of(data: Bytes) -> int:
-    """xxh3-64 of the bytes."""
-    return xxhash.xxh3_64_intdigest(data.data)

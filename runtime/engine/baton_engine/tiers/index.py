@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from baton_api.kv_events import FRAME_ENTRIES
@@ -27,13 +27,25 @@ class TierIndex:
     then.
     """
 
-    def __init__(self, slots: int, medium: str, events: KvEvents | None) -> None:
-        self.capacity = slots
+    def __init__(
+        self,
+        free: Sequence[int],
+        medium: str,
+        events: KvEvents | None,
+        found: Iterable[tuple[bytes, Place]] = (),
+        on_dropped: Callable[[bytes], None] | None = None,
+    ) -> None:
+        """
+        `free` are the slots without a block, in the order of their use. `found` are blocks that it has from
+        the start. `on_dropped` is called for each block that it drops.
+        """
         self._medium = medium
         self._events = events
-        self._free = list(range(slots - 1, -1, -1))  # the lowest number is handed out first
-        self._places: OrderedDict[bytes, Place] = OrderedDict()
+        self._on_dropped = on_dropped
+        self._places: OrderedDict[bytes, Place] = OrderedDict(found)
         """By the chain hash; the first is dropped next."""
+        self._free = list(reversed(free))
+        self.capacity = len(self._free) + len(self._places)
         self._reads: Counter[int] = Counter()
         """Reads under way, by slot."""
         self._leaving: set[int] = set()
@@ -48,6 +60,9 @@ class TierIndex:
     @property
     def free(self) -> int:
         return len(self._free)
+
+    def place(self, name: bytes) -> Place | None:
+        return self._places.get(name)
 
     def matched(self, names: Iterable[bytes]) -> int:
         """How many of these blocks, which follow one another, are here in a row from the first one."""
@@ -90,6 +105,8 @@ class TierIndex:
             return
         if self._events is not None:
             self._events.removed(name, self._medium)
+        if self._on_dropped is not None:
+            self._on_dropped(name)
         if self._reads[place.slot]:
             self._leaving.add(place.slot)
         else:

@@ -15,8 +15,8 @@ import numpy as np
 from baton_api.errors import SetupError
 from baton_api.kv_events import HOST_MEMORY
 from baton_api.setting_types import show_size
-from baton_engine.tiers.blocks import Bytes, PoolBytes
-from baton_engine.tiers.store import Copy
+from baton_engine.tiers.slab import Bytes
+from baton_engine.tiers.store import Copy, Read
 
 PREPARED_BYTES = 8 * 2**20
 """Memory that is touched at once: 20 ms."""
@@ -27,6 +27,8 @@ class MemoryStore:
 
     name = "memory"
     medium = HOST_MEMORY
+    first_bytes_per_s = 2e9
+    found = ()
 
     def __init__(self, size: int, block_bytes: int, free: int | None) -> None:
         """`free`: memory beside the KV cache. Raises SetupError if it is less, or `size` is no block."""
@@ -40,6 +42,7 @@ class MemoryStore:
                 f"--kv-memory-tier requires {show_size(size)}, but only {show_size(free)} are free beside "
                 "the KV cache. Reduce the size of either, or stop other processes."
             )
+        self.free = range(self.slots)
         total = self.slots * block_bytes
         try:
             self._pages = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -51,8 +54,11 @@ class MemoryStore:
         self._rows: Bytes = self._bytes.reshape(self.slots, block_bytes)
         self._touched = 0
 
-    def write(self, copies: Sequence[Copy], pool: PoolBytes) -> list[int]:
-        return [pool.read(copy.block, self._rows[copy.slot]) for copy in copies]
+    def write(self, copies: Sequence[Copy], read: Read) -> list[int | None]:
+        return [read(copy.block, self._rows[copy.slot]) for copy in copies]
+
+    def expect(self, slots: Sequence[int]) -> None:
+        return
 
     def read(self, slot: int) -> Bytes:
         row: Bytes = self._rows[slot]
@@ -63,6 +69,9 @@ class MemoryStore:
         part |= 0  # writes each page, and changes none; the thread that writes blocks calls this
         self._touched += PREPARED_BYTES
         return self._touched < len(self._bytes)
+
+    def clear(self) -> None:
+        return
 
     def close(self) -> None:
         return  # the memory is freed with the last array of it

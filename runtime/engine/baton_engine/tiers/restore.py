@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from baton_api.prompt_report import Fallback
@@ -20,6 +19,7 @@ from baton_engine.streams import Event
 from baton_engine.tiers.blocks import PoolBytes
 from baton_engine.tiers.index import Place
 from baton_engine.tiers.store import Store
+from baton_engine.tiers.thread import TierThread
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Restores:
         self._store = store
         self._pool = pool
         self._clock = clock
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"restore-{store.name}")
+        self._thread = TierThread(f"restore-{store.name}")
         self._running: dict[str, _Restore] = {}
         """By request id, until their report. Belongs to the engine's thread, but for deletions."""
 
@@ -57,18 +57,18 @@ class Restores:
         restore = _Restore(fetch, places, unused, self._clock, report, self._running, behind)
         self._running[fetch.request_id] = restore
         restore.timer.start()
-        self._executor.submit(restore.run, self._store, self._pool)
+        self._thread.submit(lambda: restore.run(self._store, self._pool))
 
     def cancel(self, request_id: str) -> None:
         restore = self._running.get(request_id)
         if restore is not None:
             restore.end(Fallback.CANCELLED)
 
-    def close(self) -> None:
-        """End all restores. Does not wait for a read that is stuck."""
+    def close(self, within_s: float) -> bool:
+        """End all restores. Returns whether the thread has ended too: a read may be stuck."""
         for restore in list(self._running.values()):
             restore.end(Fallback.CANCELLED)
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        return self._thread.close(within_s)
 
 
 class _Restore:
@@ -107,6 +107,7 @@ class _Restore:
                 self._began = self._clock()
             self._unused.wait()
             self._reading = self._clock()
+            store.expect([place.slot for place in self._places])
             for place, block in zip(self._places, self._fetch.blocks, strict=False):
                 data = store.read(place.slot)
                 with self._lock:

@@ -5,6 +5,9 @@ Writing is behind, as in a database's buffer pool: a cleaner copies unused block
 evicted, the least recently used first. Eviction never waits for it. A block that is evicted before it was
 copied, or while it is copied, is dropped. Reading is a `CachedPrefix` (`restore`).
 
+A tier can be behind another one, as a disk is behind the memory. Then it copies from there, before that one
+drops them. When it is full, it takes blocks from their second use on.
+
 The index and all decisions belong to the engine's thread. Bytes are copied by two threads, which report by
 commands to it.
 """
@@ -15,9 +18,11 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
 
 from baton_api.prompt_report import Fallback
 from baton_engine.kv.block_pool import BlockPool
@@ -30,7 +35,9 @@ from baton_engine.tiers.blocks import PoolBytes
 from baton_engine.tiers.index import Place, TierIndex
 from baton_engine.tiers.policy import PeerSpeed
 from baton_engine.tiers.restore import Restored, Restores
-from baton_engine.tiers.store import Copy, Store
+from baton_engine.tiers.slab import Bytes, sum_of
+from baton_engine.tiers.store import Copy, Read, Store
+from baton_engine.tiers.thread import TierThread
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +50,8 @@ core. It is several times what a pass of the default size computes of a small mo
 FIRST_WAIT_S = 0.002
 """Assumed seconds until a restore begins, before the first one."""
 
-FIRST_BYTES_PER_S = 2e9
-"""Assumed speed of the first restore."""
+END_S = 1.0
+"""Seconds for which `close` waits for each thread. One that is stuck ends with the process."""
 
 
 @dataclass(slots=True)
@@ -60,11 +67,11 @@ class TierTotals:
     """Blocks that were copied to the tier."""
     write_s: float = 0.0
     dropped: int = 0
-    """Blocks that the pool evicted before they were copied."""
+    """Blocks that the pool evicted, or the tier above dropped, before they were copied."""
     corrupt: int = 0
     """Blocks whose bytes had changed."""
     errors: int = 0
-    """Writes that failed."""
+    """Writes that failed, and a start of which the tier could not be opened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +83,46 @@ class TierSnapshot:
     capacity: int
     """Blocks for which it has room."""
     block_bytes: int
+    paused: bool
+    """Whether it is not read or not written, because it failed or was late."""
     totals: TierTotals
 
 
 class Unused(NamedTuple):
-    """A published block of the pool that no request uses."""
+    """A block that can be copied: one of the pool that no request uses, or one of the tier above."""
 
     block: int
+    """Its number in the pool, or its slot there."""
     parent: bytes
+    sum: int | None = None
+    """As in `Copy`."""
+
+
+class Above(Protocol):
+    """The pool, or the tier from which another one copies."""
+
+    @property
+    def capacity(self) -> int:
+        """Number of its blocks."""
+        ...
+
+    @property
+    def available(self) -> int:
+        """Number of those that it can use for something else."""
+        ...
 
 
 class Tier:
-    """One tier behind the pool of one engine. Used on the engine's thread, but for `close`."""
+    """One tier behind the pool of one engine. Used on the engine's thread, but for `flush` and `close`."""
 
-    def __init__(self, store: Store, cache: KVCache, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        store: Store,
+        cache: KVCache,
+        clock: Callable[[], float] = time.monotonic,
+        above: Tier | None = None,
+    ) -> None:
+        """`above` is the tier from which this one copies. None: the pool."""
         self.name = store.name
         self.totals = TierTotals()
         self._store = store
@@ -97,18 +130,29 @@ class Tier:
         self._clock = clock
         self._bytes = PoolBytes(cache)
         self._restores = Restores(store, self._bytes, clock)
-        self._copier = ThreadPoolExecutor(1, thread_name_prefix=f"copy-{store.name}")
-        self._speed = PeerSpeed(cache.block_bytes, FIRST_WAIT_S, FIRST_BYTES_PER_S)
+        self._copier = TierThread(f"copy-{store.name}")
+        self._speed = PeerSpeed(cache.block_bytes, FIRST_WAIT_S, store.first_bytes_per_s)
+        self._above = above
+        self._below: Tier | None = None
+        self._read: Read = self._bytes.read
+        if above is not None:
+            above._below = self
+            self._read = above._read_slot
         self._dirty: OrderedDict[bytes, Unused] = OrderedDict()
-        """Unused blocks that are not in the tier, in the order of their last use."""
+        """Blocks to be copied, in the order of their last use."""
         self._copying: set[bytes] = set()
-        """Blocks that are being copied, and that the pool still has."""
-        self._busy = False
-        """Whether the copying thread has work."""
+        """Blocks that are being copied, and that the pool or the tier above still has."""
+        self._work: Future[Any] | None = None
+        """What the copying thread does."""
+        self._then: Callable[[Future[Any]], None]
+        """What follows it."""
         self._prepared = False
         self._queued = 0
         """Blocks of the restores that have not reported."""
         self._paused_until = 0.0
+        """When writes are tried again. 0: the last one did not fail."""
+        self._failed = False
+        """Whether the last restore failed or was late."""
 
     def attach(
         self,
@@ -118,36 +162,68 @@ class Tier:
         events: KvEvents | None,
     ) -> None:
         """Connect the engine, before its thread starts. `post` posts a command to it."""
-        self._pool = pool
+        self._source: Above = pool if self._above is None else self._above
         self._post = post
         self._fetched = fetched
-        self._index = TierIndex(self._store.slots, self._store.medium, events)
+        below, store = self._below, self._store
+        dropped = None if below is None else below.evicted
+        self._index = TierIndex(store.free, store.medium, events, store.found, dropped)
+        self._index.announce()
         self._each = max(1, COPY_BYTES // self._cache.block_bytes)
 
     def snapshot(self) -> TierSnapshot:
         """Any thread."""
-        index = self._index
+        index, now = self._index, self._clock()
+        paused = not index.capacity or now < self._paused_until or self._speed.at(now) is None
         return TierSnapshot(
-            self.name, len(index), index.capacity, self._cache.block_bytes, replace(self.totals)
+            self.name, len(index), index.capacity, self._cache.block_bytes, paused, replace(self.totals)
         )
 
+    def flush(self, until: float) -> None:
+        """
+        Copy what would be lost, while there is room, until this time. After the engine's thread has ended.
+        """
+        while True:
+            if self._work is not None:
+                wait((self._work,), max(0.0, until - self._clock()))
+                if not self._work.done():
+                    return
+                self._ended()
+            if not self._index.free or self._clock() >= until or not self._copy():
+                return
+
     def close(self) -> None:
-        """After the engine's thread has ended."""
-        self._restores.close()
-        self._copier.shutdown(wait=True, cancel_futures=True)
-        self._store.close()
+        """After the engine's thread has ended. What is stuck is left behind."""
+        restored = self._restores.close(END_S)
+        if self._copier.close(END_S) and restored:
+            self._store.close()
 
-    # --- What happens in the pool ---
+    # --- What happens above ---
 
-    def unused(self, name: bytes, block: int, parent: bytes) -> None:
-        """No request uses this published block any more. Of a chain, the last block comes first."""
-        if name in self._index or name in self._copying:
-            return
-        self._dirty[name] = Unused(block, parent)
-        self._dirty.move_to_end(name)
+    @property
+    def capacity(self) -> int:
+        return self._index.capacity
+
+    available = capacity
+
+    def unused(self, name: bytes, unused: Unused, again: bool = False) -> None:
+        """
+        A block can be copied. Of a chain, the last one comes first.
+
+        `again`: not for the first time since it came to the tier above.
+        """
+        place = self._index.place(name)
+        if place is not None:
+            if self._above is not None:
+                self._index.used(name)
+            if self._below is not None:
+                self._below.unused(name, Unused(place.slot, place.parent, place.sum), again=True)
+        elif name not in self._copying and (self._above is None or again or self._index.free):
+            self._dirty[name] = unused
+            self._dirty.move_to_end(name)
 
     def evicted(self, name: bytes) -> None:
-        """The pool uses the block for something else from now on."""
+        """The block is used for something else there from now on."""
         self._index.used(name)
         if self._dirty.pop(name, None) is not None or name in self._copying:
             self._copying.discard(name)
@@ -161,6 +237,14 @@ class Tier:
         self._dirty.clear()
         self._copying.clear()
         self._index.clear()
+        self._copier.submit(self._store.clear).add_done_callback(
+            lambda done: self._post(lambda: self._cleared(done))
+        )
+
+    def _cleared(self, done: Future[None]) -> None:
+        if (error := done.exception()) is not None:
+            log.error("Cannot clear the tier %s: %s", self.name, error)
+            self.totals.errors += 1
 
     def announce(self) -> None:
         self._index.announce()
@@ -169,49 +253,59 @@ class Tier:
 
     def clean(self, idle: bool) -> None:
         """Copy some blocks, if it is time to. `idle`: the engine has nothing else to do."""
-        if self._busy:
+        if self._work is not None:
             return
-        pool = self._pool
-        room = idle and bool(self._index.free)
-        if self._dirty and policy.cleans(pool.available - len(self._dirty), pool.capacity, room):
+        source = self._source
+        chosen = self._above is not None  # what comes to a full one is worth more than what it drops
+        room = idle and (chosen or bool(self._index.free))
+        if self._dirty and policy.cleans(source.available - len(self._dirty), source.capacity, room):
             self._copy()
         elif idle and not self._prepared:
-            self._work(self._store.prepare, self._after_preparing)
+            self._begin(self._store.prepare, self._after_preparing)
 
-    def _copy(self) -> None:
+    def _copy(self) -> bool:
+        """Begin to copy blocks. Returns whether there are any."""
         if self._clock() < self._paused_until:
-            return
+            return False
         copies: list[Copy] = []
         while self._dirty and len(copies) < self._each:
             slot = self._index.reserve()
             if slot is None:
                 break
-            name, (block, parent) = self._dirty.popitem(last=False)
-            copies.append(Copy(name, parent, block, slot))
+            name, unused = self._dirty.popitem(last=False)
+            copies.append(Copy(name, unused.parent, unused.block, slot, unused.sum))
         self._copying.update(copy.name for copy in copies)
-        written, store, pool = self._cache.streams.record(), self._store, self._bytes
+        written, store, read = self._cache.streams.record(), self._store, self._read
 
-        def write() -> tuple[list[int], float]:
+        def write() -> tuple[list[int | None], float]:
             written.wait()
             began = self._clock()
-            return store.write(copies, pool), self._clock() - began
+            return store.write(copies, read), self._clock() - began
 
         if copies:
-            self._work(write, lambda done: self._copied(copies, done))
+            self._begin(write, lambda done: self._copied(copies, done))
+        return bool(copies)
 
-    def _copied(self, copies: Sequence[Copy], done: Future[tuple[list[int], float]]) -> None:
+    def _copied(self, copies: Sequence[Copy], done: Future[tuple[list[int | None], float]]) -> None:
+        sums: list[int | None] = [None] * len(copies)
         error = done.exception()
         if error is not None:
-            log.error("Cannot write %d KV blocks to the tier %s: %s", len(copies), self.name, error)
+            if not self._paused_until:
+                log.error("Cannot write %d KV blocks to the tier %s: %s", len(copies), self.name, error)
             self.totals.errors += 1
             self._paused_until = self._clock() + policy.PAUSE_S
         else:
             sums, seconds = done.result()
             self.totals.write_s += seconds
-        for number, copy in enumerate(copies):
-            if copy.name in self._copying and error is None:
-                self._index.add(copy.name, Place(copy.slot, sums[number], copy.parent))
+            if self._paused_until:
+                log.info("The tier %s can be written again.", self.name)
+            self._paused_until = 0.0
+        for copy, value in zip(copies, sums, strict=True):
+            if copy.name in self._copying and value is not None:
+                self._index.add(copy.name, Place(copy.slot, value, copy.parent))
                 self.totals.writes += 1
+                if self._below is not None:
+                    self._below.unused(copy.name, Unused(copy.slot, copy.parent, value))
             else:  # evicted or cleared meanwhile: the bytes may be those of another block
                 self._index.give_back(copy.slot)
             self._copying.discard(copy.name)
@@ -219,17 +313,25 @@ class Tier:
     def _after_preparing(self, done: Future[bool]) -> None:
         self._prepared = done.exception() is not None or not done.result()
 
-    def _work(self, work: Callable[[], Result], then: Callable[[Future[Result]], None]) -> None:
+    def _begin(self, work: Callable[[], Result], then: Callable[[Future[Result]], None]) -> None:
         """Run `work` on the copying thread, and `then` on the engine's."""
 
-        def finish(done: Future[Result]) -> None:
-            self._busy = False
-            then(done)
+        def ended() -> None:
+            self._ended()
             self.clean(idle=False)  # beside the next pass, whose end may be too late
 
-        self._busy = True
-        future = self._copier.submit(work)
-        future.add_done_callback(lambda done: self._post(lambda: finish(done)))
+        self._work, self._then = self._copier.submit(work), then
+        self._work.add_done_callback(lambda done: self._post(ended))
+
+    def _ended(self) -> None:
+        done, self._work = self._work, None
+        assert done is not None
+        self._then(done)
+
+    def _read_slot(self, slot: int, out: Bytes) -> int:
+        """Copy the bytes of a slot for the tier below. Returns their sum."""
+        np.copyto(out, self._store.read(slot))
+        return sum_of(out)
 
     # --- Restoring ---
 
@@ -274,8 +376,14 @@ class Tier:
             self._index.drop(names[arrived])
         if arrived and not reason:
             self._speed.add(arrived, restored.wait_s, restored.read_s, now)
+            if self._failed:
+                log.info("The tier %s is read again.", self.name)
+            self._failed = False
         elif reason in (Fallback.DEADLINE, Fallback.TRANSFER_FAILED) and not restored.queued:
             self._speed.failed(now, restored.wait_s + restored.read_s)
+            if not self._failed:
+                log.warning("The tier %s is left alone for a while: %s", self.name, reason)
+            self._failed = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,21 +414,20 @@ class Tiers:
     """All tiers of one worker, as the pool sees them: `PoolTiers`."""
 
     def __init__(self, tiers: Iterable[Tier]) -> None:
+        """Each tier copies from the one before it, the first one from the pool."""
         self.all = tuple(tiers)
 
     def unused(self, name: bytes, block: int, parent: bytes) -> None:
-        for tier in self.all:
-            tier.unused(name, block, parent)
+        self.all[0].unused(name, Unused(block, parent))
 
     def evicted(self, name: bytes) -> None:
-        for tier in self.all:
-            tier.evicted(name)
+        self.all[0].evicted(name)
 
     def has(self, name: bytes) -> bool:
         return any(tier.has(name) for tier in self.all)
 
     def clear(self) -> None:
-        for tier in self.all:
+        for tier in reversed(self.all):  # else what is dropped above would count as lost
             tier.clear()
 
     def announce(self) -> None:
