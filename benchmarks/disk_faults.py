@@ -21,6 +21,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +35,9 @@ from baton_engine.tiers.store import Copy
 MODEL = b"of all processes"
 NAME = 16
 BATCH = 8
+MOST = 10**6
+"""More blocks than a process writes."""
+
 LONGEST_S = 0.06
 """Seconds after which a process is killed at the latest."""
 
@@ -90,26 +94,28 @@ def read_all(store: DiskStore, block: int) -> Iterator[tuple[bytes, str]]:
 def kill(folder: Path, kills: int, slots: int, block: int) -> bool:
     total: collections.Counter[str] = collections.Counter()
     expected: collections.OrderedDict[bytes, None] = collections.OrderedDict()
-    began, first = time.monotonic(), 1
+    began = time.monotonic()
     for number in range(kills):
         out, into = os.pipe()
         child = os.fork()
         if not child:
             os.close(out)
             try:
-                write_on(folder, slots, block, first, into)
+                write_on(folder, slots, block, number * MOST + 1, into)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(1)
         os.close(into)
+        done = b"" if number % 4 == 0 else os.read(out, MOST)  # one in four dies before its first batch, too
         time.sleep(random.Random(number).random() * LONGEST_S)  # the moment of the kill
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         total["ended otherwise"] += not os.WIFSIGNALED(status)
         with os.fdopen(out, "rb") as pipe:
-            done = pipe.read()
+            done += pipe.read()
         for at in range(0, len(done), NAME):
             expected[done[at : at + NAME]] = None
-        first = max((int.from_bytes(name) for name in expected), default=0) + BATCH + 1
         total["written"] += len(done) // NAME
         store = opened(folder, slots, block)
         found = dict(read_all(store, block))

@@ -282,6 +282,7 @@ EXTRAS = {
     **dict.fromkeys(("serve", "prefill", "decode"), "runtime,nixl"),
     **dict.fromkeys(("up", "demo"), "runtime,nixl,chat"),
     "fetch": "fetch",
+    "cache": "runtime",
     "router": "router",
     "operator": "operator",
 }

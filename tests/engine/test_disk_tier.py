@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import random
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -387,6 +389,14 @@ def test_disk_random_use_over_many_starts_is_right_and_known_to_subscribers(
                 old = file.read(1)[0]
                 file.seek(at)
                 file.write(bytes([old ^ 1 << chance.randrange(8)]))
+
+
+@pytest.mark.slow
+def test_disk_killed_writers_flipped_bits_and_a_full_disk_deliver_no_wrong_block() -> None:
+    """1,000 kills and 10,000 bits are in benchmarks/LOG.md."""
+    arguments = ("-m", "benchmarks.disk_faults", "--kills", "30", "--flips", "200")
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_disk_writes_no_bytes_of_another_block(tmp_path: Path) -> None:

@@ -22,6 +22,9 @@ RETRACTIONS = SHORT.rate(metrics.WORKER_RETRACTIONS, *BY_SERVICE)
 KV_USAGE = SHORT.over_time("min", metrics.WORKER_KV_USAGE, *BY_SERVICE, "role", of="max")
 QUARANTINED = SHORT.over_time("min", metrics.WORKER_BLOCKS, *BY_SERVICE, "worker", state="quarantined")
 
+CORRUPT = Scope("1h").increase(metrics.WORKER_TIER_CORRUPT, *BY_SERVICE, "worker", "tier")
+PAUSED = LONG.over_time("min", metrics.WORKER_TIER_PAUSED, *BY_SERVICE, "worker", "tier", of="max")
+
 PREFILL_QUEUED = LONG.over_time("avg", metrics.WORKER_QUEUED, *BY_SERVICE, role="prefill")
 PREFILL_QUEUED_TOKENS = LONG.over_time("max", metrics.WORKER_QUEUED_TOKENS, *BY_SERVICE, role="prefill")
 DECODE_KV_USAGE = LONG.over_time("avg", metrics.WORKER_KV_USAGE, *BY_SERVICE, of="avg", role="decode")
@@ -65,6 +68,14 @@ ALERTS = (
         severity="info",
         summary=f"{SERVICE}: {{{{ $value }}}} KV blocks of {{{{ $labels.worker }}}} stay in quarantine.",
         expression=f"{QUARANTINED} > 0",
+        duration="10m",
+    ),
+    Alert(
+        name="BatonKvTierFailing",
+        severity="ticket",
+        summary=f"{SERVICE}: the {{{{ $labels.tier }}}} tier of {{{{ $labels.worker }}}} has corrupt blocks, "
+        "or is left alone.",
+        expression=f"({CORRUPT} > 3) or ({PAUSED} > 0)",
         duration="10m",
     ),
     Alert(

@@ -153,7 +153,8 @@ KV_CACHE = Row(
         Panel(
             title="Tiers of the KV cache",
             description="KV blocks that were restored from a tier, and those that were evicted before they "
-            "were copied to it. Corrupt blocks are computed; more than a few mean broken memory.",
+            "were copied to it. Corrupt blocks are computed; more than a few mean broken memory, or a broken "
+            "disk.",
             unit=per_second("blocks"),
             queries=(
                 Query(
@@ -170,6 +171,7 @@ KV_CACHE = Row(
                 ),
             ),
             width=12,
+            runbook="BatonKvTierFailing",
         ),
         Panel(
             title="Size of the tiers",

@@ -377,9 +377,9 @@ def _open_tiers(
     store = MemoryStore(settings.kv_memory_tier, cache.block_bytes, free)
     log.info("%d KV blocks fit into the memory tier of %s", store.slots, show_size(settings.kv_memory_tier))
     tiers = [Tier(store, cache)]
+    stack.push_async_callback(asyncio.to_thread, _close_tiers, tiers)
     if settings.kv_disk_tier:
         tiers.append(_open_disk(settings, loaded.checkpoint, cache, compatibility, tiers[0]))
-    stack.push_async_callback(asyncio.to_thread, _close_tiers, tiers)
     return tiers
 
 

@@ -68,6 +68,18 @@ CASES = (
         {Scope("").series(metrics.WORKER_BLOCKS, **DECODE, state="quarantined"): "3 0 0 " * 160},
     ),
     Case(
+        "BatonKvTierFailing",
+        "ticket",
+        counter(metrics.WORKER_TIER_CORRUPT, 1, **DECODE, tier="disk"),
+        counter(metrics.WORKER_TIER_CORRUPT, 0.01, **DECODE, tier="disk"),
+    ),
+    Case(
+        "BatonKvTierFailing",
+        "ticket",
+        constant(metrics.WORKER_TIER_PAUSED, 1, **DECODE, tier="disk"),
+        {Scope("").series(metrics.WORKER_TIER_PAUSED, **DECODE, tier="disk"): "1 1 0 " * 160},
+    ),
+    Case(
         "BatonKvCacheFull",
         "ticket",
         counter(metrics.WORKER_RETRACTIONS, 90, **DECODE),

@@ -132,6 +132,7 @@ class Tier:
         self._restores = Restores(store, self._bytes, clock)
         self._copier = TierThread(f"copy-{store.name}")
         self._speed = PeerSpeed(cache.block_bytes, FIRST_WAIT_S, store.first_bytes_per_s)
+        self._index = TierIndex((), store.medium, None)  # until it is attached
         self._above = above
         self._below: Tier | None = None
         self._read: Read = self._bytes.read
