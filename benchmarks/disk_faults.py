@@ -5,7 +5,7 @@ Faults of a disk tier: processes that are killed while they write, flipped bits,
 
 Blocks have their name as content, so that a block under another name is seen. Each kill is `SIGKILL` to a
 process that writes to the real store, at a random moment; then the folder is opened, and all that is found is
-read. A flip is one bit of a file of the folder, after which all blocks are read again.
+read. Bits of the files are flipped, ten at a time; then all blocks are read, and those with flips are lost.
 Exit status 1: a wrong block was delivered, or fewer than 95 % of the finished blocks were found.
 """
 
@@ -35,6 +35,9 @@ from baton_engine.tiers.store import Copy
 MODEL = b"of all processes"
 NAME = 16
 BATCH = 8
+AT_ONCE = 10
+"""Bits that are flipped before all blocks are read."""
+
 MOST = 10**6
 """More blocks than a process writes."""
 
@@ -151,25 +154,35 @@ def flip(folder: Path, flips: int, slots: int, block: int) -> bool:
 
     fill()
     began = time.monotonic()
-    for _ in range(flips):
-        path = folder / chance.choice((BLOCKS, HEADERS))
-        at, bit = chance.randrange(path.stat().st_size), 1 << chance.randrange(8)
-        _flip(path, at, bit)
+    for _ in range(flips // AT_ONCE):
+        places = set[tuple[str, int]]()
+        while len(places) < AT_ONCE:
+            file = chance.choice((BLOCKS, HEADERS))
+            first = (
+                PAGE if file == HEADERS and chance.random() < 0.99 else 0
+            )  # a flip before loses all blocks
+            places.add((file, chance.randrange(first, (folder / file).stat().st_size)))
+        flipped, lost = [(folder / file, at, 1 << chance.randrange(8)) for file, at in places], set[int]()
+        for path, at, bit in flipped:
+            _flip(path, at, bit)
+            if path.name == BLOCKS:
+                lost.add(at // stride_of(block))
+            else:
+                lost.update(range(slots) if at < PAGE else ((at - PAGE) // 128,))
         store = opened(folder, slots, block)
         found = dict(read_all(store, block))
         store.close()
-        counts = collections.Counter(found.values())
-        total["WRONG"] += counts["WRONG"]
-        total["corrupt"] += counts["corrupt"]
-        total["not found"] += slots - len(found)
-        total["flips without effect"] += counts["right"] == slots
-        if len(found) == slots:
-            _flip(path, at, bit)
-        else:
+        for slot, name in enumerate(names):
+            state = found.get(name, "not found")
+            total[state if state != "right" or slot not in lost else "UNNOTICED"] += 1
+            total["lost without a flip"] += state != "right" and slot not in lost
+        if len(lost) == slots:
             fill()
+        else:
+            for path, at, bit in flipped:
+                _flip(path, at, bit)
     print(f"{flips} flipped bits in {time.monotonic() - began:.0f} s: {dict(total)}")
-    seen = total["corrupt"] + total["not found"]
-    return not total["WRONG"] and seen >= flips - total["flips without effect"]
+    return not (total["WRONG"] or total["UNNOTICED"] or total["lost without a flip"])
 
 
 def _flip(path: Path, at: int, bit: int) -> None:
