@@ -74,14 +74,22 @@ class Disked(Serving):
     disk: UnkindDisk
 
     def __init__(
-        self, folder: Path, slots: int = SLOTS, memory: int = 32, namespace: bytes = MODEL, **given: Any
+        self,
+        folder: Path,
+        slots: int = SLOTS,
+        memory: int = 32,
+        namespace: bytes = MODEL,
+        pass_s: float = 100.0,
+        **given: Any,
     ) -> None:
+        """By `pass_s`, restores have much time, on a busy machine too."""
+
         def tiers(cache: KVCache) -> list[Tier]:
             first = Tier(MemoryStore(memory * BLOCK, BLOCK, None), cache)
             self.disk = UnkindDisk(folder, size_of(slots), BLOCK, namespace)
             return [first, Tier(self.disk, cache, above=first)]
 
-        super().__init__(blocks=POOL, clock=SlowPasses(), tiers=tiers, **given)
+        super().__init__(blocks=POOL, clock=SlowPasses(pass_s), tiers=tiers, **given)
 
     def __enter__(self) -> Self:
         """The speed of computing is known from the first pass on, which is a worker's warm-up."""
@@ -99,7 +107,12 @@ class Disked(Serving):
         def rests(tier: Tier) -> bool:
             return tier._work is None and not (tier._dirty and (tier._index.free or tier is self.tiers[1]))
 
+        self.at_rest()  # all blocks are released
         self.until(lambda now: all(map(rests, self.tiers)))
+
+    def failed(self, count: int) -> None:
+        """Wait until so many writes to the disk have failed."""
+        self.until(lambda now: now.tiers[1].totals.errors == count)
 
     def flood(self, start: int = 1000) -> None:
         """Answer others until neither the pool nor the memory has what was there before."""
@@ -144,7 +157,7 @@ def test_disk_keeps_answers_for_the_next_turn(tmp_path: Path) -> None:
 
 def test_disk_restores_what_the_memory_has_dropped(tmp_path: Path) -> None:
     """A prompt comes from the pool, the memory and the disk, as far as each has it."""
-    with Disked(tmp_path, memory=20) as serving:
+    with Disked(tmp_path, slots=100, memory=20) as serving:
         prompt = prompt_of(40, 2)
         (expected,) = serving.run(request_of("a", prompt=prompt))
         serving.rested()
@@ -238,7 +251,7 @@ def test_disk_stalled_read_is_computed_and_the_disk_left_alone(
 ) -> None:
     prompt = prompt_of(40, 4)
     expected = answered(tmp_path, prompt)
-    with Disked(tmp_path) as serving, caplog.at_level(logging.INFO):
+    with Disked(tmp_path, pass_s=0.5) as serving, caplog.at_level(logging.INFO):
         serving.disk.go.clear()
         assert serving.run(request_of("b", prompt=prompt)) == [expected]
         assert serving.at_rest().totals.restores == {("disk", "deadline"): 1}
@@ -260,7 +273,7 @@ def test_disk_that_was_deleted_is_one_line_in_the_log(
         for number in range(3):
             request = request_of(f"a{number}", 40, seed=number)
             assert serving.run(request) == [serving.reference(request)]
-            serving.until(lambda now, number=number: now.tiers[1].totals.errors == number + 1)
+            serving.failed(number + 1)
             assert serving.state.paused
             tier._paused_until = 1e-9  # the pause is over
         assert serving.state.blocks == 0

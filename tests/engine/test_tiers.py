@@ -84,11 +84,13 @@ class UnkindStore(MemoryStore):
 class SlowPasses:
     """A clock by which each pass takes long, so that restoring is sooner."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 0.5) -> None:
+        """`seconds` between two calls. A restore may take so much the longer."""
         self._times = itertools.count()
+        self._seconds = seconds
 
     def __call__(self) -> float:
-        return next(self._times) * 0.5
+        return next(self._times) * self._seconds
 
 
 class Tiered(Serving):
