@@ -7,6 +7,7 @@ Disks are full, gone, slow and wrong here. None of that is an error, a hang or a
 from __future__ import annotations
 
 import logging
+import queue
 import random
 import shutil
 import subprocess
@@ -108,7 +109,14 @@ class Disked(Serving):
             return tier._work is None and not (tier._dirty and (tier._index.free or tier is self.tiers[1]))
 
         self.at_rest()  # all blocks are released
-        self.until(lambda now: all(map(rests, self.tiers)))
+        seen: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+        def rest(now: object) -> bool:
+            """By a command: on another thread, a block could be on its way from one state to the next."""
+            self.engine._commands.post(lambda: seen.put(all(map(rests, self.tiers))))
+            return seen.get(timeout=60)
+
+        self.until(rest)
 
     def failed(self, count: int) -> None:
         """Wait until so many writes to the disk have failed."""
