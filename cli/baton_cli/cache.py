@@ -1,7 +1,8 @@
 """
 The options of `baton cache`: look at the folder of a worker's disk tier, check it and empty it.
 
-A folder that a worker uses can be read. It can be cleared after the worker has ended.
+A folder that a worker uses can be read. It can be cleared after the worker has ended. The implementation is
+imported when a command runs, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Annotated, Any
 import typer
 
 from baton_api.errors import BatonError, SetupError
-from baton_api.setting_types import show_size
 from baton_cli import help
 
 Folder = Annotated[Path, typer.Argument(help="Folder of --kv-disk-tier.", metavar="DIR", show_default=False)]
@@ -23,6 +23,7 @@ Output = Annotated[str, typer.Option(help="Output format.", metavar="text|json")
 def status(folder: Folder, output: Output = "text") -> None:
     """Show how many KV blocks DIR has, of how many models, and whether a worker uses it."""
     as_json = _as_json(output)
+    from baton_api.setting_types import show_size
     from baton_engine.tiers import slab
 
     try:
@@ -74,6 +75,7 @@ def verify(folder: Folder, output: Output = "text") -> None:
 def clear(folder: Folder, output: Output = "text") -> None:
     """Delete all KV blocks of DIR. Refused while a worker uses it."""
     as_json = _as_json(output)
+    from baton_api.setting_types import show_size
     from baton_engine.tiers import slab
 
     try:
