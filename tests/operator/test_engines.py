@@ -605,7 +605,7 @@ REFUSED = [
         ["spec.prefill.parallelism.tensor is 2", "kvCacheTiers"], id="a tier of Baton with ranks",
     ),
     pytest.param(
-        with_tiers(BATON, MEMORY, CLAIM), {},
+        BATON, {"engine": {"kvCacheTiers": [MEMORY, CLAIM]}},
         ["spec.engine.kvCacheTiers", "all pods share", "emptyDir"], id="one disk of all Baton workers",
     ),
     pytest.param(VLLM, {"engine": {"image": None}}, ["spec.engine.image", "--vllm-image"], id="image"),
