@@ -339,20 +339,23 @@ def test_disk_size_is_a_limit_and_less_than_a_block_is_refused(tmp_path: Path) -
 
 def test_disk_that_is_full_takes_blocks_from_their_second_use_on(tmp_path: Path) -> None:
     with Disked(tmp_path, slots=20, memory=64) as serving:
-        serving.flood(2000)
-        serving.rested()
+
+        def use(seed: int) -> None:
+            """Answer a prompt of 10 blocks, which are copied before others evict them."""
+            serving.run(request_of(f"{seed}-{len(serving.outputs)}", 40, seed=seed, max_tokens=1))
+            serving.rested()
+
+        for seed in (50, 51):
+            use(seed)
         assert serving.state.blocks == 20
-        tier, prompt = serving.tiers[1], prompt_of(40, 3)
-        first = block_hashes(prompt, 4, root_hash())[0]
-        writes = serving.state.totals.writes
-        serving.run(request_of("a", prompt=prompt, max_tokens=1))
-        serving.run(*(request_of(f"other-{seed}", 40, seed=seed, max_tokens=1) for seed in (90, 91)))
-        serving.rested()
-        assert not tier.has(first) and serving.state.totals.writes == writes
-        serving.run(request_of("b", prompt=prompt, max_tokens=1))
-        serving.until(lambda now: tier.has(first))
-        serving.rested()
-        assert serving.state.blocks == 20
+        tier, writes = serving.tiers[1], serving.state.totals.writes
+        first = block_hashes(prompt_of(40, 3), 4, root_hash())[0]
+        for seed in (3, 90, 91):
+            use(seed)
+        assert serving.tiers[0].has(first) and not tier.has(first)
+        assert serving.state.totals.writes == writes
+        use(3)
+        assert tier.has(first) and serving.state.blocks == 20
 
 
 def test_disk_cleared_with_the_cache_gives_nothing_back_to_the_next_engine(tmp_path: Path) -> None:
