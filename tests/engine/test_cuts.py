@@ -24,7 +24,7 @@ from baton_engine.quantized import FLOAT8_FACTOR, Format, Quantized, pack_float8
 from baton_engine.spec import Quantize
 from tests.engine.gguf_files import write_gguf
 from tests.engine.models import make_model
-from tests.engine.test_quantized import STORED, random_blocks
+from tests.engine.test_quantized import OF_GGUF, STORED, random_blocks
 from tests.engine.test_quantized_folder import SCHEMES, quantized_folder
 
 OUTPUTS, INPUTS = 12, 512
@@ -61,7 +61,7 @@ def values_of(matrix: Quantized) -> Tensor:
 
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("form", (*STORED, Format.IQ4_NL, Format.MXFP4), ids=lambda form: form.name)
+@pytest.mark.parametrize("form", OF_GGUF, ids=lambda form: form.name)
 def test_part_of_blocks_has_the_numbers_of_the_whole(form: Format, cut: Cut) -> None:
     whole = random_blocks(OUTPUTS, INPUTS, form, torch.Generator().manual_seed(1))
     part = cut.of_blocks(whole.parts[0], INPUTS)

@@ -168,9 +168,25 @@ def native_model(spec: ModelSpec, weights: Weights, threads: int = 2, **changes:
     return model
 
 
+OF_GGUF = [form for form in Format if form not in (Format.INT4, Format.FP8)]
 STORED = sorted(NATIVE_FORMATS - {Format.INT4})
-"""Formats of GGUF."""
+"""Formats of GGUF that CPUs keep."""
 FORMATS = [*([form] for form in STORED), [Format.Q4_K, Format.Q6_K, Format.Q8_0, Format.Q4_0, Format.Q5_K]]
+
+
+@pytest.mark.parametrize("form", OF_GGUF, ids=lambda form: form.name)
+def test_scales_are_the_bytes_that_make_values_infinite(form: Format) -> None:
+    kind = GGMLQuantizationType(form)
+    rows = random_blocks(1, 256, form, torch.Generator().manual_seed(1)).parts[0].rows.numpy()
+    block = rows.reshape(-1, gguf.GGML_QUANT_SIZES[kind][1])[:1]
+    for byte in range(block.shape[1]):
+        damaged = block.copy()
+        damaged[0, byte] = 255
+        if form is Format.MXFP4:  # the library reads the exponent 255 as a number, and the standard does not
+            finite = byte > 0
+        else:
+            finite = bool(numpy.isfinite(gguf.quants.dequantize(damaged, kind)).all())
+        assert bool(numpy.isfinite(form.scales(damaged)).all()) == finite, byte
 
 
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())

@@ -11,7 +11,7 @@ published.
 No pass is launched ahead if a queued request may be admitted, a prompt is not yet computed, or blocks are
 missing. Then the scheduler plans the next pass, after the host has read the last one.
 
-On CPUs, a request that arrives may end a pass of patient sequences early: `PassInterruption`.
+With native kernels, a request that arrives may end a pass of patient sequences early: `PassInterruption`.
 """
 
 from __future__ import annotations

@@ -102,8 +102,10 @@ def _q5_1(blocks: Tensor) -> Unpacked:
 
 def _iq4_nl(blocks: Tensor) -> Unpacked:
     unpacked = _four_bits(blocks)
-    values = torch.tensor(IQ4_VALUES, dtype=torch.int8, device=blocks.device)
-    return replace(unpacked, numbers=values[unpacked.numbers.int()])
+    numbers = torch.empty_like(unpacked.numbers, dtype=torch.int8)
+    for index, value in enumerate(IQ4_VALUES):  # as indices, the numbers would take 12 more bytes each
+        numbers.masked_fill_(unpacked.numbers == index, value)
+    return replace(unpacked, numbers=numbers)
 
 
 def _int4(blocks: Tensor) -> Unpacked:
@@ -175,8 +177,9 @@ def _powers_of_two(exponents: Tensor) -> Tensor:
 
 
 def _halves(octets: Tensor) -> Tensor:
-    """View [..., 2n] bytes as [..., n] float16."""
-    return octets.contiguous().view(torch.float16)
+    """Copy [..., 2n] bytes to [..., n] float16."""
+    # `contiguous` leaves strides of dimensions of size 1, which `view` refuses if they are odd.
+    return octets.clone(memory_format=torch.contiguous_format).view(torch.float16)
 
 
 def _nibbles(octets: Tensor) -> Tensor:
@@ -202,7 +205,7 @@ class BlockLayout:
     """Bytes of a block that have its float16 scales; one byte is an exponent."""
     inputs: int = BLOCK
     """Inputs of a block."""
-    native: bool = True
+    native: bool = False
     """Whether the native kernels of CPUs compute in it. Those of accelerators compute in all formats."""
 
 
@@ -211,7 +214,7 @@ class Format(enum.IntEnum):
     Formats that kernels keep. The numbers are those of GGUF's tensor types, but for INT4 and FP8.
 
     To add a type of GGUF, add it here with its layout: accelerators then keep it. CPUs keep it with
-    `native`, once `ops/native/quantized.h` has it.
+    `native=True`, once `ops/native/quantized.h` has it.
     """
 
     layout: BlockLayout | None
@@ -222,19 +225,19 @@ class Format(enum.IntEnum):
         member._value_, member.layout = number, layout
         return member
 
-    Q4_0 = 2, BlockLayout(unpack=_q4_0, scales=slice(2))
-    Q4_1 = 3, BlockLayout(unpack=_q4_1, scales=slice(4))
-    Q5_0 = 6, BlockLayout(unpack=_q5_0, scales=slice(2))
-    Q5_1 = 7, BlockLayout(unpack=_q5_1, scales=slice(4))
-    Q8_0 = 8, BlockLayout(unpack=_q8_0, scales=slice(2))
-    Q4_K = 12, BlockLayout(unpack=_q4_k, scales=slice(4), inputs=SUPERBLOCK)
-    Q5_K = 13, BlockLayout(unpack=_q5_k, scales=slice(4), inputs=SUPERBLOCK)
-    Q6_K = 14, BlockLayout(unpack=_q6_k, scales=slice(-2, None), inputs=SUPERBLOCK)
-    IQ4_NL = 20, BlockLayout(unpack=_iq4_nl, scales=slice(2), native=False)
+    Q4_0 = 2, BlockLayout(unpack=_q4_0, scales=slice(2), native=True)
+    Q4_1 = 3, BlockLayout(unpack=_q4_1, scales=slice(4), native=True)
+    Q5_0 = 6, BlockLayout(unpack=_q5_0, scales=slice(2), native=True)
+    Q5_1 = 7, BlockLayout(unpack=_q5_1, scales=slice(4), native=True)
+    Q8_0 = 8, BlockLayout(unpack=_q8_0, scales=slice(2), native=True)
+    Q4_K = 12, BlockLayout(unpack=_q4_k, scales=slice(4), inputs=SUPERBLOCK, native=True)
+    Q5_K = 13, BlockLayout(unpack=_q5_k, scales=slice(4), inputs=SUPERBLOCK, native=True)
+    Q6_K = 14, BlockLayout(unpack=_q6_k, scales=slice(-2, None), inputs=SUPERBLOCK, native=True)
+    IQ4_NL = 20, BlockLayout(unpack=_iq4_nl, scales=slice(2))
     """As Q4_0, but the numbers are indices of `IQ4_VALUES`."""
-    MXFP4 = 39, BlockLayout(unpack=_mxfp4, scales=slice(1), native=False)
+    MXFP4 = 39, BlockLayout(unpack=_mxfp4, scales=slice(1))
     """Blocks of an exponent of 8 bits, and 32 numbers of float4 (e2m1) placed as in Q4_0."""
-    INT4 = 63, BlockLayout(unpack=_int4, scales=slice(2))
+    INT4 = 63, BlockLayout(unpack=_int4, scales=slice(2), native=True)
     """Blocks of a float16 scale, the byte that stands for zero, and 32 numbers of 4 bits as in Q4_0."""
     FP8 = 64
     """Float8 (e4m3) numbers of a row, and then its float32 scales of `QuantizedPart.group` inputs each."""

@@ -92,6 +92,7 @@ OTHER_TYPES = ("llama", "gemma 2")
 ROW_BYTES = {
     Format.Q4_0: 128 * 18,
     Format.Q5_1: 128 * 24,
+    Format.IQ4_NL: 128 * 18,
     Format.Q8_0: 128 * 34,
     Format.Q4_K: 16 * 144,
     Format.Q6_K: 16 * 210,

@@ -23,7 +23,7 @@ from baton_engine.ops.kernels.quantized import (
 from baton_engine.quantized import Format, Quantized, QuantizedPart, pack
 from tests.engine.kernels.cases import DEVICE, guarded
 from tests.engine.random_weights import tiny_spec
-from tests.engine.test_quantized import STORED, random_blocks
+from tests.engine.test_quantized import OF_GGUF, random_blocks
 from tests.seeds import seeds
 
 Example = tuple[Quantized, Tensor]
@@ -76,7 +76,7 @@ def float8(group: int) -> Callable[[int, int, torch.Generator], Example]:
 
 
 MATRICES: dict[str, tuple[Callable[[int, int, torch.Generator], Example], int]] = {
-    **{form.name: (stored(form), form.block) for form in (*STORED, Format.IQ4_NL, Format.MXFP4)},
+    **{form.name: (stored(form), form.block) for form in OF_GGUF},
     **{
         f"{form.name} in groups of {group or 'a row'}": (grouped(form, group), group or 32)
         for form in (Format.INT4, Format.Q4_0, Format.Q8_0)

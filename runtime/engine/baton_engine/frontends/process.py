@@ -172,8 +172,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link, listening = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     logs.begin(logs.read_format(sys.argv[3]), sys.argv[4])
-    for connected in (link, listening):
-        connected.setblocking(False)
+    for opened in (link, listening):
+        opened.setblocking(False)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run(link, listening))
 

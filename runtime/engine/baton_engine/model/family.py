@@ -170,7 +170,7 @@ class ModelFamily:
     fused_experts: Literal["", "halves", "interleaved"] = ""
     """Order of gate and up in safetensors checkpoints with one tensor for all experts of a layer."""
     quantizations: tuple[str, ...] = ()
-    """Supported `quant_method`s of safetensors checkpoints. Their weights are expanded while loading."""
+    """`quant_method`s of safetensors checkpoints that the family's own tensors read, instead of `schemes`."""
     norm_offset: float = 0.0
     """Added to the weights of norms of safetensors checkpoints. GGUF files contain the sums."""
     gguf: GGUFFormat | None = None

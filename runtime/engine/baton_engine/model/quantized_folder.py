@@ -41,7 +41,7 @@ class QuantizedFolder:
             if name.endswith(scheme.packed) and scheme.is_quantized(self._plain.format(name))
         ]
         self._matrices = {f"{base}{WEIGHT}": StoredMatrix(self._plain, base, scheme.title) for base in bases}
-        """Quantized matrices by their names in plain checkpoints. Others are not, such as the head."""
+        """Quantized matrices by their names in plain checkpoints. Some stay as they are, such as the head."""
         read = {f"{base}{suffix}" for base in bases for suffix in (scheme.packed, *scheme.beside)}
         self._others = {
             regular_name(name): name
@@ -66,7 +66,7 @@ class QuantizedFolder:
     def read(self, tensor: str) -> Tensor:
         if (matrix := self._matrices.get(tensor)) is None:
             return self._plain.read(self._others[tensor])
-        return self._scheme.read(matrix, Cut(0, (range(self.shapes[tensor][0]),)))
+        return self._scheme.read(matrix)
 
     def read_quantized(self, tensor: str, cut: Cut | None = None) -> Quantized | None:
         if (matrix := self._matrices.get(tensor)) is None:

@@ -80,13 +80,14 @@ class Scheme(ABC):
         """Return whether a `packed` tensor in the format `form` of safetensors is one of this scheme."""
         return True
 
-    @abstractmethod
     def shape(self, matrix: StoredMatrix) -> tuple[int, int]:
         """Return the outputs and inputs of a matrix, whose `packed` tensor has two dimensions."""
+        outputs, inputs = matrix.shape(self.packed)
+        return outputs, inputs
 
     @abstractmethod
-    def read(self, matrix: StoredMatrix, cut: Cut) -> Tensor:
-        """Return the values of a part of a matrix in fp32."""
+    def read(self, matrix: StoredMatrix) -> Tensor:
+        """Return the values [outputs, inputs] of a matrix in fp32."""
 
     @abstractmethod
     def read_quantized(self, matrix: StoredMatrix, cut: Cut) -> Quantized | None:
@@ -135,14 +136,16 @@ class IntegerScheme(Scheme):
             )
         return self.groups(matrix, -(-inputs // size))
 
-    def read(self, matrix: StoredMatrix, cut: Cut) -> Tensor:
-        groups, inputs = self._groups(matrix), self.shape(matrix)[1]
+    def read(self, matrix: StoredMatrix) -> Tensor:
+        from baton_engine.model.cuts import Cut
+
+        groups, (outputs, inputs) = self._groups(matrix), self.shape(matrix)
         if groups.group_of is not None:
             scales, zeros = (table[:, groups.group_of] for table in (groups.scales, groups.zeros))
         else:
             size = inputs // groups.scales.shape[1]
             scales, zeros = (table.repeat_interleave(size, dim=1) for table in (groups.scales, groups.zeros))
-        return (self.numbers(matrix, cut) - cut.of(zeros)).float() * cut.of(scales)
+        return (self.numbers(matrix, Cut(0, (range(outputs),))) - zeros).float() * scales
 
     def read_quantized(self, matrix: StoredMatrix, cut: Cut) -> Quantized | None:
         """Kernels need groups of a multiple of 32 consecutive inputs, and scales that float16 represents."""

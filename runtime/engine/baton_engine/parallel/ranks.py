@@ -442,15 +442,15 @@ class ParallelModel:
         """The KV blocks of the other ranks, for one transfer."""
         return RankPools(self.ranks)
 
-    def budget(self, rank0: MemoryBudget) -> MemoryBudget:
+    def budget(self, own_budget: MemoryBudget) -> MemoryBudget:
         """Return the memory for KV blocks. GPUs: that of the fullest one. A CPU: all ranks share it."""
         others = self._loaded
-        if not rank0.gpu:
-            return replace(rank0, weights=rank0.weights + sum(other.weights for other in others))
+        if not own_budget.gpu:
+            return replace(own_budget, weights=own_budget.weights + sum(other.weights for other in others))
         return replace(
-            rank0,
-            at_start=_least([rank0.at_start, *(other.at_start for other in others)]),
-            free=_least([rank0.free, *(other.free for other in self._connected)]),
+            own_budget,
+            at_start=_least([own_budget.at_start, *(other.at_start for other in others)]),
+            free=_least([own_budget.free, *(other.free for other in self._connected)]),
         )
 
 

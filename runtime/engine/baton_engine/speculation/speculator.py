@@ -5,10 +5,6 @@ The engine samples each position from its logits with the state of the sequence,
 continues with the next position only if the sampled token is the draft token. So an answer is a sample of the
 model's distribution, with drafts and without. Both have the same bits if those of a token's logits do not
 depend on the other tokens of its pass (`NativeDecoder.exact_rows`).
-
-Positions are sampled one after the other, each with the state that the tokens before it left: random numbers
-by position, penalties, token masks and the minimum length. The first token that is not the draft's is still a
-result of the model; the results after it are dropped.
 """
 
 from __future__ import annotations
@@ -89,7 +85,7 @@ class Speculator:
         mask_filler: MaskFiller,
         take: Callable[[Sequence, Sampled], None],
     ) -> int:
-        """See `verification.verify`. Also records the pass, and releases the blocks of rejected tokens."""
+        """As the function `verify`. Also records the pass, and releases the blocks of rejected tokens."""
         if not self._tokens:
             return 0
         if all(chunk.is_decode for chunk in chunks):
@@ -164,6 +160,10 @@ def verify(
 ) -> int:
     """
     Sample the positions after accepted draft tokens. Returns the number of accepted tokens.
+
+    Positions are sampled one after the other, each with the state that the tokens before it left: random
+    numbers by position, penalties, token masks and the minimum length. The first token that is not the
+    draft's is still a result of the model; the results after it are dropped.
 
     The tokens after the pending ones were already added to their sequences. `take` is called for each
     accepted draft token with the token sampled after it, and adds that one to the sequence, or ends it.

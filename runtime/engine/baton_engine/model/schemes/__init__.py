@@ -41,7 +41,7 @@ def scheme_of(config: Mapping[str, Any], source: str, others: Sequence[str] = ()
     method = given.get("quant_method")
     if method in others:
         return None
-    read = METHODS.get(method) if isinstance(method, str) else None
+    read = METHODS.get(method.replace("_", "-")) if isinstance(method, str) else None
     if read is None:
         raise SetupError(
             f"{source}: weights quantized by {str(method)[:60]!r} are not supported. "

@@ -65,10 +65,6 @@ class Int8(_Integers):
     def is_quantized(self, form: str) -> bool:
         return form == "I8"
 
-    def shape(self, matrix: StoredMatrix) -> tuple[int, int]:
-        outputs, inputs = matrix.shape(self.packed)
-        return outputs, inputs
-
     def numbers(self, matrix: StoredMatrix, cut: Cut) -> Tensor:
         return cut.of(matrix.tensor(WEIGHT)).short()
 

@@ -27,14 +27,10 @@ class Float8(Scheme):
     def is_quantized(self, form: str) -> bool:
         return form == "F8_E4M3"
 
-    def shape(self, matrix: StoredMatrix) -> tuple[int, int]:
-        outputs, inputs = matrix.shape(self.packed)
-        return outputs, inputs
-
-    def read(self, matrix: StoredMatrix, cut: Cut) -> Tensor:
+    def read(self, matrix: StoredMatrix) -> Tensor:
         scales, width = self._scales(matrix)
         values = matrix.tensor(WEIGHT).float()
-        return cut.of(values * scales.repeat_interleave(width, 1)[:, : values.shape[1]])
+        return values * scales.repeat_interleave(width, 1)[:, : values.shape[1]]
 
     def read_quantized(self, matrix: StoredMatrix, cut: Cut) -> Quantized | None:
         """Groups of the kernels are multiples of 16 inputs, and their scales are float32."""

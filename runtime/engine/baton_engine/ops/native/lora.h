@@ -15,13 +15,13 @@
 
 enum adapted { ADAPT_QKV, ADAPT_OUTPUT, ADAPT_GATE_UP, ADAPT_DOWN, ADAPTED };
 
-/* One part of a linear's outputs, and the ranks on which it depends; same order as in native_lora.py. */
+/* One part of a linear's outputs, and the ranks on which it depends; same order as in native_decoder.py. */
 struct low_rank_part {
     const void *b; /* [outputs, rank] */
     int64_t start, outputs, first_rank, rank;
 };
 
-/* The matrices for one linear of one layer; same order as in native_lora.py. */
+/* The matrices for one linear of one layer; same order as in native_decoder.py. */
 struct low_rank_source {
     const void *a; /* [rank, inputs]; NULL: the linear is not adapted */
     int64_t rank, inputs, outputs, parts;
