@@ -1,5 +1,5 @@
 """
-Send two requests to a service, and show where their prompts were computed.
+`baton demo`: send two requests to a service, and show where their prompts were computed.
 
 Both share a long system prompt. The prefill worker computes the first prompt, and NIXL transfers its
 KV blocks. For the second one, the shared prefix is cached; only the rest is computed and transferred. The
@@ -22,7 +22,8 @@ from rich.text import Text
 
 from baton_api.setting_types import show_size
 from baton_api.workers import Role
-from baton_cli.up import Service
+from baton_cli.display import Display
+from baton_cli.up import Service, make_plan, run
 
 SYSTEM = """\
 You are the guide of a small museum of geography. Answer each question in one short sentence. Give facts, \
@@ -73,6 +74,21 @@ class Answer:
         """Generation speed after the first token."""
         seconds = self.total_s - self.ttft_s
         return (self.tokens - 1) / seconds if seconds > 0 else 0.0
+
+
+def demo(verbose: bool, given: Mapping[str, Any]) -> None:
+    """Send two requests and show where they were computed. In a terminal, keep the service running."""
+    display = Display(Console(), logs=verbose)
+    # The prompts are short: with the default the decode worker would compute them itself.
+    plan = make_plan(display, 1, 1, {"port": 0, "local_prefill_max_tokens": 0}, given)
+
+    async def use(service: Service) -> None:
+        await show(display.console, service, plan.name)
+        if display.console.is_terminal:
+            invite(display.console, service, plan.name)
+            await asyncio.Event().wait()
+
+    run(display, plan, use)
 
 
 async def show(console: Console, service: Service, model: str) -> None:

@@ -137,9 +137,9 @@ def demo(
     **given: Any,
 ) -> None:
     """Start a service, send two requests, and show where their prompts were computed."""
-    from baton_cli import up as local
+    from baton_cli import demo as demonstration
 
-    local.demo(verbose, _given(given, model, model_path))
+    demonstration.demo(verbose, _given(given, model, model_path))
 
 
 def fetch(

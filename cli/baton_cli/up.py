@@ -1,5 +1,5 @@
 """
-`baton up` and `baton demo`: a router, prefill workers and decode workers on one machine.
+`baton up`: a router, prefill workers and decode workers on one machine.
 
 The model is fetched once. Workers start in parallel on free ports. The router starts while they load the
 model, as soon as their ports are known. The service is up when it has answered a request.
@@ -306,23 +306,6 @@ def ready_text(plan: Plan, url: str, workers: Sequence[str], logs: Path | None) 
         '    [{"role": "user", "content": "Why is the sky blue?"}]}\'',
     ]
     return "\n".join(lines)
-
-
-def demo(verbose: bool, given: Mapping[str, Any]) -> None:
-    """Send two requests and show where they were computed. In a terminal, keep the service running."""
-    from baton_cli import demo
-
-    display = Display(Console(), logs=verbose)
-    # The prompts are short: with the default the decode worker would compute them itself.
-    plan = make_plan(display, 1, 1, {"port": 0, "local_prefill_max_tokens": 0}, given)
-
-    async def use(service: Service) -> None:
-        await demo.show(display.console, service, plan.name)
-        if display.console.is_terminal:
-            demo.invite(display.console, service, plan.name)
-            await asyncio.Event().wait()
-
-    run(display, plan, use)
 
 
 def make_plan(

@@ -35,6 +35,7 @@ from baton_operator.cluster.cache import ObjectCache, ObjectChange
 from baton_operator.cluster.events import EventPoster
 from baton_operator.cluster.leadership import Leadership
 from baton_operator.cluster.reflector import Reflectors
+from baton_operator.cluster.rollout_health import RouterHealthSource
 from baton_operator.cluster.state import ClusterReader
 from baton_operator.health import HealthServer
 from baton_operator.kinds.engine import EngineType
@@ -49,7 +50,6 @@ from baton_operator.reconcilers.lora_adapters import LoraAdapterReconciler
 from baton_operator.reconcilers.plan import OperatorDefaults
 from baton_operator.reconcilers.reconciler import Reconciler
 from baton_operator.reconcilers.router_rollouts import RouterRollouts
-from baton_operator.rollout.rollout_health import RouterHealthSource
 from baton_operator.scaling.autoscaler import Autoscaler
 from baton_operator.scaling.prometheus import PrometheusClient
 from baton_operator.scaling.roles import ScalingSettings

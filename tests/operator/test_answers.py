@@ -13,7 +13,7 @@ from aiohttp import web
 from baton_api import metrics
 from baton_operator import answers
 from baton_operator.adapters.worker_api import AdapterApi, AdapterApiError
-from baton_operator.rollout.rollout_health import COUNTERS_LIMIT, parse_counters
+from baton_operator.cluster.rollout_health import COUNTERS_LIMIT, parse_counters
 from baton_operator.scaling.prometheus import MetricsLost, PrometheusClient, held_requests
 
 HELD = metrics.ROUTER_HELD.name

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from baton_operator.cluster.rollout_health import FAILURES, RolloutHealth
 from baton_operator.kinds.part import Duration
 from baton_operator.kinds.service_policies import Canary, CanaryStep, Rollout
 from baton_operator.rollout.decision import (
@@ -25,7 +26,6 @@ from baton_operator.rollout.decision import (
     decide,
     seconds_until_change,
 )
-from baton_operator.rollout.rollout_health import FAILURES, RolloutHealth
 
 
 def role(text: str) -> RoleState:

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from baton_api import metrics
 from baton_api.metrics.counters import LabeledHistogram
-from baton_operator.rollout.rollout_health import WINDOW_S, RolloutHealth, RouterHealthSource
+from baton_operator.cluster.rollout_health import WINDOW_S, RolloutHealth, RouterHealthSource
 
 NAME = metrics.ROUTER_REVISION_REQUESTS.name
 FIRST_TOKENS = metrics.ROUTER_REVISION_FIRST_TOKEN.name

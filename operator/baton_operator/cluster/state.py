@@ -15,11 +15,11 @@ from baton_api import labels
 from baton_operator import names
 from baton_operator.cluster.api_resources import OWNED
 from baton_operator.cluster.cache import ObjectCache
+from baton_operator.cluster.rollout_health import RolloutHealth, RouterHealthSource
 from baton_operator.manifests import exposure
 from baton_operator.manifests.conditions import by_type
 from baton_operator.manifests.groups import LEADER, WORKER_INDEX
 from baton_operator.manifests.objects import Key, Manifest, ObjectName, Owner, key, seconds
-from baton_operator.rollout.rollout_health import RolloutHealth, RouterHealthSource
 
 FINISHED = frozenset({"Succeeded", "Failed"})
 """Phases of pods whose containers have all ended."""

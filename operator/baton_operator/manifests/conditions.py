@@ -7,12 +7,12 @@ with its status.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from baton_operator.kinds.part import MESSAGE_LIMIT
-from baton_operator.manifests.objects import timestamp
+from baton_operator.manifests.objects import Manifest, timestamp
 
 Condition = dict[str, Any]
 
@@ -39,6 +39,9 @@ class Transition:
     fact: Fact
     warning: bool
 
+
+ReportTransition = Callable[[Manifest, Transition], None]
+"""Reports a transition of an object as an Event and in metrics. Does not wait and never raises."""
 
 GOOD = frozenset(
     {

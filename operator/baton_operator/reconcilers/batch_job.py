@@ -22,10 +22,10 @@ from baton_operator.cluster.cache import ObjectCache
 from baton_operator.kinds.batch_job import BatchJobSpec
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests import batches as manifests
-from baton_operator.manifests.conditions import Fact, by_type, written
+from baton_operator.manifests.conditions import Fact, ReportTransition, by_type, written
 from baton_operator.manifests.drift import merge_patch
 from baton_operator.manifests.objects import Manifest, seconds
-from baton_operator.reconcilers.reconciler import ReportTransition, is_rejected, write_status
+from baton_operator.reconcilers.reconciler import is_rejected, write_status
 
 FINAL_PHASES = {
     "completed": ("Completed", "Every request has a response or an error."),

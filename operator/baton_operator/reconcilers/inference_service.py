@@ -23,12 +23,12 @@ from baton_operator.cluster.state import ROLE_SCALER, ClusterReader, ClusterStat
 from baton_operator.kinds.inference_service import InferenceServiceSpec, InferenceServiceStatus
 from baton_operator.kinds.service_policies import Autoscaling, Objectives
 from baton_operator.manifests import tickets
-from baton_operator.manifests.conditions import Transition
+from baton_operator.manifests.conditions import ReportTransition, Transition
 from baton_operator.manifests.drift import merge_patch
 from baton_operator.manifests.objects import Manifest, key
 from baton_operator.reconcilers import report
 from baton_operator.reconcilers.plan import OperatorDefaults, ServicePlan, ServiceState, plan_service
-from baton_operator.reconcilers.reconciler import ReportTransition, is_rejected, write_status
+from baton_operator.reconcilers.reconciler import is_rejected, write_status
 from baton_operator.reconcilers.router_rollouts import RouterRollouts
 
 PublishStatus = Callable[[str, str, "report.Status | None", Objectives | None], None]

@@ -30,11 +30,11 @@ from baton_operator.crd import GROUP
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.lora_adapter import LoraAdapterSpec, LoraAdapterStatus
 from baton_operator.manifests import network
-from baton_operator.manifests.conditions import written
+from baton_operator.manifests.conditions import ReportTransition, written
 from baton_operator.manifests.drift import merge_patch
 from baton_operator.manifests.groups import GROUP_KIND
 from baton_operator.manifests.objects import Manifest, seconds
-from baton_operator.reconcilers.reconciler import ReportTransition, write_status
+from baton_operator.reconcilers.reconciler import write_status
 
 KIND = "LoraAdapter"
 FINALIZER = f"{GROUP}/unload"

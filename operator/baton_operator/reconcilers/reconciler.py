@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from kubernetes.aio.client.exceptions import ApiException
 
 from baton_operator.cluster.api_server import FORBIDDEN, ApiServer
-from baton_operator.manifests.conditions import Transition
+from baton_operator.manifests.conditions import ReportTransition, Transition
 from baton_operator.manifests.objects import Manifest
 
 REJECTED_STATUSES = frozenset({400, FORBIDDEN, 422})
@@ -28,10 +28,6 @@ class Reconciler(Protocol):
         """Return the seconds until the next reconciliation without a change; None for a deleted object.
         Raises ApiException to be retried, and NotLeader if another operator holds the Lease.
         """
-
-
-ReportTransition = Callable[[Manifest, Transition], None]
-"""Reports a transition of an object as an Event and in metrics. Does not wait and never raises."""
 
 
 async def write_status(

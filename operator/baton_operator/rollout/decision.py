@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from baton_operator.cluster.rollout_health import RolloutHealth, health_failure
 from baton_operator.kinds.service_policies import Rollout
-from baton_operator.rollout.rollout_health import RolloutHealth, health_failure
 
 RoleName = Literal["prefill", "decode"]
 RevisionPhase = Literal["Waiting", "Warming", "Serving", "Draining", "Retired", "Failed"]

@@ -10,6 +10,7 @@ from typing import Any
 from baton_api import labels
 from baton_api.workers import Role
 from baton_operator import names
+from baton_operator.cluster.rollout_health import RolloutHealth
 from baton_operator.cluster.state import ClusterState, Pod
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests import workers
@@ -18,7 +19,6 @@ from baton_operator.manifests.objects import Manifest, Owner, owned, seconds
 from baton_operator.manifests.revision import Blueprint, Revision
 from baton_operator.rollout.decision import RevisionState, RoleName, RoleState
 from baton_operator.rollout.model_fetch import PROOF, Proof
-from baton_operator.rollout.rollout_health import RolloutHealth
 
 REVISION_KEY = "generation.json"
 

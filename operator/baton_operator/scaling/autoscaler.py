@@ -25,9 +25,8 @@ from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.part import Duration
 from baton_operator.kinds.service_policies import ProfileSource
 from baton_operator.kinds.worker_role import WorkerRole
-from baton_operator.manifests.conditions import Fact, Transition, updated, written
+from baton_operator.manifests.conditions import Fact, ReportTransition, Transition, updated, written
 from baton_operator.manifests.objects import Manifest, ObjectName, timestamp
-from baton_operator.reconcilers.reconciler import ReportTransition
 from baton_operator.rollout.decision import RoleName
 from baton_operator.scaling import engine_slots, role_scalers, sizing
 from baton_operator.scaling.budget import GpuBudget, GpuDemand, allocate, of_role
