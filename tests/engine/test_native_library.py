@@ -236,9 +236,14 @@ BASIC = frozenset({"sse", "sse2"})
         pytest.param(BASIC | library.V4, ["avx512", "avx2"], id="AVX-512"),
         pytest.param(BASIC | library.BF16, ["avx512-bf16", "avx512-vnni", "avx512", "avx2"], id="bfloat16"),
         pytest.param(
-            BASIC | library.BF16 | {"amx_tile", "amx_bf16"},
+            BASIC | library.BF16 | {"amx_tile", "amx_bf16", "amx_int8"},
             ["amx", "avx512-bf16", "avx512-vnni", "avx512", "avx2"],
             id="AMX",
+        ),
+        pytest.param(
+            BASIC | library.BF16 | {"amx_tile", "amx_bf16"},
+            ["avx512-bf16", "avx512-vnni", "avx512", "avx2"],
+            id="AMX without 8 bits",
         ),
         pytest.param(BASIC | library.VNNI, ["avx512-vnni", "avx512", "avx2"], id="VNNI"),
         pytest.param(BASIC | library.V3 | {"avx_vnni"}, ["avx-vnni", "avx2"], id="VNNI without AVX-512"),

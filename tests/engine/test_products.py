@@ -91,6 +91,15 @@ def test_products_named_way_that_is_missing_is_an_error(named: str) -> None:
         choose(NO_AMX, SUMS, named)
 
 
+@pytest.mark.parametrize(
+    ("named", "both"),
+    [("pairs,amx", "pairs and amx"), ("octets-amx,widened,octets", "octets-amx and octets")],
+)
+def test_products_two_named_ways_of_one_kind_are_an_error(named: str, both: str) -> None:
+    with pytest.raises(SetupError, match=f"BATON_PRODUCTS is '{named}', but {both} are of one kind"):
+        choose(AMX, SUMS, named)
+
+
 def test_products_description_has_the_rates() -> None:
     rates = {way: tuple(rate * 1e9 for rate in each) for way, each in NO_AMX.items()}
     assert str(choose(rates, SUMS)) == (

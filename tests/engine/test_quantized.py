@@ -227,14 +227,22 @@ def test_quantized_row_is_bit_identical_in_any_batch(forms: list[Format]) -> Non
     assert torch.equal(batched.project(states), logits)
 
 
+def compiler_with(header: str) -> str:
+    """The C compiler, which reads a header of this folder before the kernels."""
+    try:
+        compiler = library.find_compiler(os.environ)
+    except library.Unavailable as reason:
+        pytest.skip(str(reason))
+    return shlex.join([*compiler, "-include", str(Path(__file__).with_name(header))])
+
+
 @pytest.mark.slow
 def test_quantized_kernels_for_vnni_give_the_same(tmp_path: Path) -> None:
     """The sums are integers, so only the order of the instructions may differ. VNNI is emulated."""
     if "avx2" not in library.instructions():
         pytest.skip("the emulated instructions are beside AVX2's")
     spec = tiny_spec(**SHAPES["heads of 64, tied"])
-    header = Path(__file__).with_name("emulated_vnni.h")
-    compiler = shlex.join([*library.find_compiler(os.environ), "-include", str(header)])
+    compiler = compiler_with("emulated_vnni.h")
     kept, _ = quantized_weights(spec, STORED)
     batch = Batch(rows_of(ROWS, spec.vocab, random.Random(1)), 16, CPU)
     ours, theirs = (
@@ -254,9 +262,8 @@ def tiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         pytest.skip("tiles have the width of vectors of AVX-512")
     changes = {"BATON_PRODUCTS": "octets-amx"}
     if request.param:
-        header = Path(__file__).with_name("emulated_tiles.h")
-        compiler = shlex.join([*library.find_compiler(os.environ), "-include", str(header)])
-        changes |= {"CC": compiler, "BATON_CACHE": str(tmp_path_factory.mktemp("kernels"))}
+        cache = tmp_path_factory.mktemp("kernels")
+        changes |= {"CC": compiler_with("emulated_tiles.h"), "BATON_CACHE": str(cache)}
     elif "octets-amx" not in usable():
         pytest.skip("this processor has no AMX for numbers of 8 bits")
     return changes

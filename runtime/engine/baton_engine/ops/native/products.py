@@ -106,7 +106,7 @@ def products_of(kernel_library: ctypes.CDLL, environment: Mapping[str, str]) -> 
     Choose the ways. Measures the rates if they are not stored yet, and logs them once in a process.
 
     Reads BATON_PRODUCTS, BATON_CACHE, XDG_CACHE_HOME and HOME. Raises SetupError if BATON_PRODUCTS is no way
-    of this processor.
+    of this processor, or two of one kind.
     """
     return _products(kernel_library, environment.get("BATON_PRODUCTS", ""), cache_folder(environment))
 
@@ -124,7 +124,8 @@ def choose(rates: Rates, sums_of: Mapping[str, str], named: str = "") -> Product
     """
     Choose the fastest way of each class, or one that is `named` where the processor has it for so few rows.
 
-    `named`: at most one of each kind, separated by a comma. Raises SetupError if it does not have one at all.
+    `named`: at most one of each kind, separated by a comma. Raises SetupError if it does not have one at all,
+    or if two are of one kind.
     """
     usable = [way for way, each in rates.items() if any(each)]
     wanted = [name for name in named.split(",") if name]
@@ -137,9 +138,13 @@ def choose(rates: Rates, sums_of: Mapping[str, str], named: str = "") -> Product
     def best(exact: bool) -> tuple[str, ...]:
         kind = [way for way in rates if (sums_of[way] == INTEGERS) is exact]
         basic = BASIC_OCTETS if exact else BASIC
-        own = next((name for name in wanted if name in kind), None)
-        if own is not None:
-            return tuple(own if rate else basic for rate in rates[own])
+        own = list(dict.fromkeys(name for name in wanted if name in kind))
+        if len(own) > 1:
+            raise SetupError(
+                f"BATON_PRODUCTS is {named[:40]!r}, but {' and '.join(own)} are of one kind. Name one."
+            )
+        if own:
+            return tuple(own[0] if rate else basic for rate in rates[own[0]])
         return tuple(max(kind, key=lambda way: rates[way][nth]) for nth in range(len(CLASSES)))
 
     return Products(best(exact=False), best(exact=True), rates, sums_of)

@@ -134,7 +134,12 @@ INLINE void store_octets(void *to, ints value) {
 /* Returns the sum of all lanes; it wraps around. */
 INLINE int32_t sum_ints(ints value) {
 #if defined(__AVX512F__)
-    return _mm512_reduce_add_epi32((__m512i)value);
+    /* `_mm512_reduce_add_epi32` ends with a sum of int, which would be undefined where it wraps around. */
+    const __m512i all = (__m512i)value;
+    const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
+    __m128i sums = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    sums = _mm_add_epi32(sums, _mm_shuffle_epi32(sums, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(sums, _mm_shuffle_epi32(sums, 0xb1)));
 #else
     uint32_t total = 0;
     for (int lane = 0; lane < LANES; lane++) total += (uint32_t)value[lane];

@@ -2,8 +2,8 @@
  * Products with AMX, if the processor supports it: 32 rows by 32 outputs in four tile registers. Those of bfloat16 are
  * here, those of 8 bits in quantized.h.
  *
- * The layout of a panel is that of the tiles. A tile has 16 rows and 16 units. Rows beyond the last one are read
- * and computed, but their results are ignored; units beyond the last one are zeros.
+ * The layout of a panel is that of the tiles. A tile of bfloat16 has 16 rows and 16 units. Rows beyond the last
+ * one are read and computed, but their results are ignored; units beyond the last one are zeros.
  */
 #ifndef BATON_TILES_H
 #define BATON_TILES_H
