@@ -9,9 +9,11 @@ import sys
 from functools import partial
 
 import pytest
+import torch
 
-from baton_engine.kv.new_memory import AHEAD_BYTES, PART_BYTES, NewMemory, next_part
-from tests.engine.fake_model import make_cache
+from baton_engine.kv.cache import KVCache
+from baton_engine.kv.new_memory import AHEAD_BYTES, PART_BYTES, POPULATE_WRITE, NewMemory, next_part
+from tests.engine.fake_model import SPEC, make_cache
 from tests.engine.serving import Prefiller, Serving, request_of
 from tests.engine.test_interruption import until
 
@@ -75,11 +77,29 @@ def resident(address: int, size: int) -> int:
     return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is touched ahead on Linux only")
+def populates() -> bool:
+    """Whether this system gives a page memory without a write."""
+    if sys.platform != "linux":
+        return False
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        try:
+            page.madvise(POPULATE_WRITE)
+        except OSError:
+            return False
+    return True
+
+
+needs_populating = pytest.mark.skipif(
+    not populates(), reason="memory is touched ahead on Linux from 5.14 on only"
+)
+
+
+@needs_populating
 def test_touched_memory_keeps_its_bytes() -> None:
-    kv = make_cache(6 * 1024, BLOCK_TOKENS).kv
+    cache = make_cache(6 * 1024, BLOCK_TOKENS)
+    kv = cache.kv
     kv[5000] = 7.0
-    memory = NewMemory(kv, lambda: PLENTY)
+    memory = NewMemory(cache, lambda: PLENTY)
     while memory.touch(1):
         pass
     assert resident(kv.data_ptr(), 6 * MIB) == 6 * MIB
@@ -87,6 +107,20 @@ def test_touched_memory_keeps_its_bytes() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is touched ahead on Linux only")
+def test_touching_ends_where_pages_cannot_be_populated() -> None:
+    memory = NewMemory(make_cache(6 * 1024, BLOCK_TOKENS), lambda: PLENTY, lambda address, size: False)
+    assert memory.touch(1)
+    assert not memory.touch(1)
+
+
+def test_memory_of_a_rank_is_not_touched() -> None:
+    """The worker could touch its own rank's only."""
+    device = torch.device("cpu")
+    cache = KVCache(SPEC, 6 * 1024, torch.float32, device, BLOCK_TOKENS, ranks=2)
+    assert not NewMemory(cache, lambda: PLENTY).touch(1)
+
+
+@needs_populating
 def test_engine_touches_memory_once_it_has_no_request() -> None:
     with Serving(8 * 1024, BLOCK_TOKENS, local_prefill_tokens=0) as serving:
         address = serving.cache.kv.data_ptr()

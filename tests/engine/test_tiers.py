@@ -24,6 +24,7 @@ from baton_engine.client import AsyncEngine
 from baton_engine.kv.block_pool import BlockPool
 from baton_engine.kv.cache import KVCache
 from baton_engine.kv.events import Change, KvEvents, Stored, events_of
+from baton_engine.kv.new_memory import populate
 from baton_engine.model.decoder import Model
 from baton_engine.requests import Fetch, FetchResult, FinishReason, Output, Request
 from baton_engine.scheduling.limits import EngineLimits
@@ -35,6 +36,7 @@ from baton_engine.tiers.tier import Tier, Tiers, TierSnapshot
 from tests.engine.fake_model import make_cache
 from tests.engine.greedy import CPU
 from tests.engine.serving import Serving, prompt_of, request_of
+from tests.engine.test_new_memory import resident
 from tests.seeds import seeds
 
 POOL = 17
@@ -441,11 +443,15 @@ def test_memory_store_refuses_what_does_not_fit() -> None:
         MemoryStore(2048, 64, 1024)
 
 
-def test_memory_store_is_touched_to_its_end_and_keeps_its_blocks(tiered: Tiered) -> None:
-    store = MemoryStore(20 * 2**20, 2**20, None)
+@pytest.mark.parametrize("populated", [True, False], ids=["populated", "written"])
+def test_memory_store_is_touched_to_its_end_and_keeps_its_blocks(populated: bool) -> None:
+    """Pages are written where this kernel cannot populate them."""
+    store = MemoryStore(20 * 2**20, 2**20, None, populate if populated else lambda address, size: False)
     store.read(19)[:] = 7
     assert [store.prepare() for _ in range(3)] == [True, True, False]
     assert set(store.read(19).tolist()) == {7}
+    pages = store.read(0).ctypes.data
+    assert resident(pages, 20 * 2**20) == 20 * 2**20
 
 
 def test_tier_copies_beside_each_pass_until_half_of_the_pool_is_ready() -> None:

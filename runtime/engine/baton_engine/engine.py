@@ -133,7 +133,7 @@ class Engine:
             tier.attach(self._pool, self._commands.post, self.fetched, kv_events)
         self._scheduler = Scheduler(self._pool, limits, cache.block_size, kv_events, self._tiers.all)
         self._counters = EngineCounters(clock)
-        self._new_memory = [NewMemory(each.kv) for each in (cache, *(draft[1:] if draft else ()))]
+        self._new_memory = [NewMemory(each) for each in (cache, *(draft[1:] if draft else ()))]
         draft_model = None if draft is None else DraftModel(*draft, clock)
         self._speculator = Speculator(self._scheduler, self._counters, draft_model)
         self._lifecycle = Lifecycle(self._scheduler, self._counters, clock)

@@ -215,8 +215,8 @@ class WorkerSettings(BaseSettings):
     kv_cache_memory: Bytes = Field(default=0, ge=0)
     """Size of the KV cache. 0 on a GPU: 90% of the memory that the weights leave free. 0 on a CPU: 10% of the
     free memory at startup, at most 4 GiB. There it is also at most four contexts of the model or
-    32,768 tokens, whichever is more. A CPU worker takes the memory as it uses it, and up to 256 MiB ahead
-    while it has no request."""
+    32,768 tokens, whichever is more. A CPU worker takes the memory as it uses it, and without tensor
+    parallelism up to 256 MiB ahead while it has no request (of a draft model's cache too)."""
 
     kv_cache_tokens: int = Field(default=0, ge=0)
     """Maximum number of tokens in the KV cache, rounded up to blocks of 16. If no other size is set, exactly

@@ -8,13 +8,14 @@ new memory at 0.4 to 0.5 GB/s, which restoring and copying would otherwise wait 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from baton_api.errors import SetupError
 from baton_api.kv_events import HOST_MEMORY
 from baton_api.setting_types import show_size
+from baton_engine.kv.new_memory import populate
 from baton_engine.tiers.slab import Bytes
 from baton_engine.tiers.store import Copy, Read
 
@@ -30,7 +31,13 @@ class MemoryStore:
     first_bytes_per_s = 2e9
     found = ()
 
-    def __init__(self, size: int, block_bytes: int, free: int | None) -> None:
+    def __init__(
+        self,
+        size: int,
+        block_bytes: int,
+        free: int | None,
+        populate: Callable[[int, int], bool] = populate,
+    ) -> None:
         """`free`: memory beside the KV cache. Raises SetupError if it is less, or `size` is no block."""
         self.slots = size // block_bytes
         if not self.slots:
@@ -52,6 +59,7 @@ class MemoryStore:
             self._pages.madvise(mmap.MADV_HUGEPAGE)
         self._bytes: Bytes = np.frombuffer(self._pages, dtype=np.uint8)
         self._rows: Bytes = self._bytes.reshape(self.slots, block_bytes)
+        self._populate = populate
         self._touched = 0
 
     def write(self, copies: Sequence[Copy], read: Read) -> list[int | None]:
@@ -65,8 +73,10 @@ class MemoryStore:
         return row
 
     def prepare(self) -> bool:
-        part = self._bytes[self._touched : self._touched + PREPARED_BYTES : mmap.PAGESIZE]
-        part |= 0  # writes each page, and changes none; the thread that writes blocks calls this
+        part = self._bytes[self._touched : self._touched + PREPARED_BYTES]
+        if not self._populate(part.ctypes.data, len(part)):
+            # Writes each page, and changes none. The thread that writes blocks calls this.
+            part[:: mmap.PAGESIZE] |= 0
         self._touched += PREPARED_BYTES
         return self._touched < len(self._bytes)
 
