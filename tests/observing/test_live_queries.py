@@ -33,11 +33,13 @@ RARE = frozenset(
         metrics.ROUTER_CERTIFICATE_LIFE,
         metrics.WORKER_CERTIFICATE_END,
         metrics.WORKER_CERTIFICATE_LIFE,
+        metrics.WORKER_TIER_CORRUPT,
+        metrics.WORKER_TIER_PAUSED,
         metrics.WORKER_TRANSFER_FAILURES,
         metrics.OPERATOR_ROLLBACKS,
     )
 )
-"""Exported only with a tenants file, with certificates, or after a failure."""
+"""Exported only with a tenants file, with certificates, with a tier, or after a failure."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
