@@ -117,10 +117,10 @@ class RunnerApi:
         except ClientDisconnected:
             return
         except BatonError as error:
-            await send_error(send, error, name, close=not client.read)
+            await send_error(send, error, name)
         except Exception:
             log.exception("A call of batch %s's runner failed inside the router.", batch)
-            await send_error(send, InternalError(), name, close=not client.read)
+            await send_error(send, InternalError(), name)
         else:
             await _send(send, answer, name)
 

@@ -37,7 +37,6 @@ class ClientConnection:
         "_send",
         "_task",
         "moved",
-        "read",
         "sending",
         "started",
     )
@@ -48,8 +47,6 @@ class ClientConnection:
         self._heard = receive == cycle.receive
         """Whether no middleware reads the request or the response before this object."""
         self._direct = send == cycle.send
-        self.read = False
-        """Whether the whole body has arrived."""
         self.started = False
         self.sending = False
         self.moved = 0.0
@@ -69,19 +66,18 @@ class ClientConnection:
         cycle = self._cycle
         cycle.expect(limit)
         if self._heard and (here := cycle.buffered_body()) is not None:
-            self.read = True
             return self._within(here, limit)
-        body = bytearray()
-        while not self.read:
+        body, more = bytearray(), True
+        while more:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise cycle.refusal or ClientDisconnected
-            self.read = not message.get("more_body")
-            if self.read and not body:
+            more = message.get("more_body", False)
+            if not more and not body:
                 return self._within(message["body"], limit)
             body += message["body"]
             if len(body) > limit:
-                raise cycle.refused(BodyTooLarge(limit))
+                raise cycle.too_large(limit)
         return bytes(body)
 
     async def start(self, status: int, headers: Headers) -> None:

@@ -7,7 +7,7 @@ deadline. A client that sends its body, or reads its response, slower than `Pace
 per connection covers all of its deadlines.
 
 `ConnectionLimits.memory` counts what all connections hold: bodies that have arrived, until they are consumed
-or their request ends, bodies of an announced length that an application waits for, and responses that clients
+or their request ends, the rest of bodies of an announced length while it arrives, and responses that clients
 have not read. A body beyond a tenant's share is refused, at its head if its length is known, and a response
 beyond it is cut off.
 
@@ -192,6 +192,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Bytes that arrived after the request was answered or refused."""
         self._unwanted: str | None = None
         """The tenant for whom this connection counts in `limits.unwanted`."""
+        self._reads_on: asyncio.TimerHandle | None = None
+        """Reads on what nobody wants."""
         self._refusal = b""
         """The last answer of this connection. Everything that still arrives is ignored."""
         self._late: asyncio.TimerHandle | None = None
@@ -213,6 +215,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        if self._reads_on is not None:
+            self._reads_on.cancel()
         super().connection_lost(exc)
         self._hold_unsent(0)
         self._forget_requests()
@@ -254,9 +258,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         self._count_unwanted(self.cycle.tenant if self.cycle else "")  # type: ignore[attr-defined]
         self.flow.pause_reading()
-        self.loop.call_later(DISCARD_S * self.limits.unwanted[self._unwanted or ""], self._read_on)
+        if self._reads_on is None:
+            wait_s = DISCARD_S * self.limits.unwanted[self._unwanted or ""]
+            self._reads_on = self.loop.call_later(wait_s, self._read_on)
 
     def _read_on(self) -> None:
+        self._reads_on = None
         if self._unwanted is not None and not self.transport.is_closing():
             self.flow.resume_reading()
 
@@ -409,8 +416,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Check all deadlines, until the connection is lost."""
         now, transport = self.loop.time(), self.transport
         self._timer = self.loop.call_later(self.limits.check_s, self._look)
-        if self._receiving is not None and self.flow.read_paused:
-            self._receiving.wait(self.limits.check_s)
+        if self._receiving is not None:
+            if self.flow.read_paused:
+                self._receiving.wait(self.limits.check_s)
+            else:
+                self.cycle.lapse()  # type: ignore[attr-defined]
         if transport.is_closing() and self._sending is None:
             self._sending = Pace(now, self.limits.idle_s)  # the last bytes
         if self._sending is not None:
@@ -500,7 +510,11 @@ def _why(error: httptools.HttpParserError) -> BatonError:
 
 
 def _answer(error: BatonError, scope: Any) -> bytes:
-    """The response to a request that cannot be read; `scope` is None if not even its head can."""
+    """
+    The response to a request that cannot be read; `scope` is None if not even its head can.
+
+    Web pages of other origins cannot read it: it has no CORS headers.
+    """
     path, headers = ("", ()) if scope is None else (scope["path"], scope["headers"])
     fields, body = error_response(error, request_id(headers), path)
     lines = [b"%b: %b\r\n" % field for field in (*fields, (b"connection", b"close"))]
@@ -613,11 +627,14 @@ class RequestCycle(RequestResponseCycle):
         self._listener = listener
         self._expected = 0
         """Bytes of `held` that have not arrived yet."""
+        self._missing = 0
+        """`_expected` when `lapse` was last called."""
 
     async def run_asgi(self, app: Any) -> None:
         try:
             await super().run_asgi(app)
         finally:
+            self.release()  # what it used after the client had left
             self.refusal = None  # its traceback refers to this object
             self.scope["extensions"].pop(EXTENSION, None)
 
@@ -641,6 +658,15 @@ class RequestCycle(RequestResponseCycle):
             self._listener.refuse(error)
         return error
 
+    def too_large(self, limit: int) -> BatonError:
+        """
+        The error for a body over `limit`.
+
+        The application answers a client that keeps its connection: it may send on what nobody wants.
+        """
+        error = BodyTooLarge(limit)
+        return error if self.keep_alive else self.refused(error)
+
     def expect(self, limit: int) -> None:
         """
         The application keeps the body, of `limit` bytes at most, until the request ends.
@@ -652,9 +678,17 @@ class RequestCycle(RequestResponseCycle):
             return
         length = next((int(value) for name, value in self.scope["headers"] if name == b"content-length"), 0)
         if length > limit:
-            raise self.refused(BodyTooLarge(limit))
-        self._expected = max(0, length - self.held)
-        self.hold(self.held + self._expected)
+            raise self.too_large(limit)
+        arrived = self.held - self._expected
+        self._expected = max(0, length - arrived)
+        self.hold(arrived + self._expected)
+
+    def lapse(self) -> None:
+        """Nothing is kept for the rest of the body if none of it has arrived since the last call."""
+        if self._expected == self._missing:
+            self.hold(self.held - self._expected)
+            self._expected = 0
+        self._missing = self._expected
 
     def arrived(self, size: int) -> None:
         """`size` more bytes of the body have arrived. Raises Overloaded beyond the tenant's share."""
@@ -791,6 +825,6 @@ def keep_received(scope: Any) -> Callable[[int], None]:
 
 
 def _cycle(scope: Any) -> RequestCycle | None:
-    """The request; None if it has not come over a connection of this module, or was answered."""
+    """The request; None if it has not come over a connection of this module, or its application has ended."""
     extension = scope.get("extensions", {}).get(EXTENSION)
     return None if extension is None else extension["cycle"]

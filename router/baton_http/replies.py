@@ -28,17 +28,9 @@ _VISIBLE = re.compile(rb"[!-~]{1,128}")
 _encoder = msgspec.json.Encoder()
 
 
-async def send_error(
-    send: Send, error: BatonError, request_id: bytes, close: bool = False, path: str = ""
-) -> None:
-    """
-    Send `error` as the whole response, in the shape of the API of `path`.
-
-    `close` ends the connection, as when a body was not read.
-    """
+async def send_error(send: Send, error: BatonError, request_id: bytes, path: str = "") -> None:
+    """Send `error` as the whole response, in the shape of the API of `path`."""
     fields, body = error_response(error, request_id, path)
-    if close:
-        fields.append((b"connection", b"close"))
     await _send(send, error.status, fields, body)
 
 

@@ -226,8 +226,8 @@ class RouterSettings(BatchSettings):
     connection_memory: Bytes | None = Field(default=None, ge=1)
     """Maximum memory of request bodies, from the head that announces them until the request ends, and of
     responses that clients have not read. One tenant may use up to 80% of what others leave; bodies beyond
-    that are rejected with 503, the later the more clients of the tenant are. Empty: a fifth of the memory
-    that the process may use."""
+    that are rejected with 503, the later the more clients of the tenant are rejected. What a client announces
+    and does not send counts for a few seconds. Empty: a fifth of the memory that the process may use."""
 
     drain_notice_s: float = Field(default=0.0, ge=0)
     """Delay between SIGTERM, when /ready begins to return 503, and the end of listening. Load balancers need

@@ -9,10 +9,10 @@ import logging
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import uvicorn
@@ -22,8 +22,15 @@ from baton_api.errors import Overloaded
 from baton_api.headers import REQUEST_ID
 from baton_api.limits import TENANT_SHARE
 from baton_http import protocol
-from baton_http.protocol import ACCEPTED_AT_ONCE, Acceptor, ConnectionLimits, http_protocol
-from baton_http.replies import Receive, Scope, Send
+from baton_http.protocol import (
+    ACCEPTED_AT_ONCE,
+    Acceptor,
+    BoundedHttpProtocol,
+    ConnectionLimits,
+    expect_body,
+    http_protocol,
+)
+from baton_http.replies import Receive, Scope, Send, send_json
 from baton_router.server import BACKLOG, bind, new_event_loop
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker, gated, whole_stream
@@ -40,6 +47,8 @@ from tests.router.running import (
 
 START = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
 LIMIT = 4096
+PATIENT: dict[str, Any] = {"header_s": 240.0, "body_s": 240.0, "idle_s": 240.0}
+"""Settings of a router that keeps memory for announced bodies throughout a test."""
 
 
 async def answer_to(router: RunningRouter, *parts: bytes) -> bytes:
@@ -57,6 +66,28 @@ async def ask(port: int, *parts: bytes) -> bytes:
             return await reader.read()
     finally:
         writer.close()
+
+
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+@asynccontextmanager
+async def serving(
+    application: Application, listener: type[BoundedHttpProtocol]
+) -> AsyncIterator[uvicorn.Server]:
+    config = uvicorn.Config(application, http=listener, port=0, lifespan="off", log_config=None)
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server._serve())
+    await until(lambda: server.started)
+    try:
+        yield server
+    finally:
+        server.should_exit = True
+        await task
+
+
+def port_of(server: uvicorn.Server) -> int:
+    return server.servers[0].sockets[0].getsockname()[1]  # type: ignore[no-any-return]
 
 
 def tenants(folder: Path) -> str:
@@ -204,7 +235,7 @@ async def test_unfinished_bodies_have_one_limit_that_tenants_share(tmp_path: Pat
     async with (
         FakeWorker() as worker,
         running_router(
-            [worker], tenants_file=tenants(tmp_path), max_body=size, connection_memory=limit
+            [worker], tenants_file=tenants(tmp_path), max_body=size, connection_memory=limit, **PATIENT
         ) as router,
     ):
         memory = router.router.memory
@@ -226,7 +257,7 @@ async def test_unfinished_bodies_have_one_limit_that_tenants_share(tmp_path: Pat
 
 async def test_body_of_known_length_is_refused_at_its_head_beyond_the_memory() -> None:
     size = 1_000_000
-    async with running_router(max_body=size, connection_memory=2 * size) as router:
+    async with running_router(max_body=size, connection_memory=2 * size, **PATIENT) as router:
         memory = router.router.memory
         head = START + b"content-length: %d\r\n\r\n" % size
         reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
@@ -246,8 +277,58 @@ async def test_body_of_known_length_is_refused_at_its_head_beyond_the_memory() -
 
 async def test_body_of_known_length_over_the_limit_is_refused_at_its_head() -> None:
     async with running_router(max_body=1000) as router:
-        answer = await answer_to(router, START + b"content-length: 1001\r\n\r\n")
+        answer = await answer_to(router, START + CLOSE + LENGTH % 1001)
         assert statuses(answer) == [413]
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_client_keeps_its_connection_after_a_body_over_the_limit(
+    announced: bool,
+) -> None:
+    body = b"x" * 1_000_000
+    async with running_router(max_body=1000) as router:
+        head = LENGTH % len(body) + body if announced else IN_CHUNKS % (len(body), body)
+        assert statuses(await answer_to(router, START + head, LAST)) == [413, 200]
+
+
+async def test_announced_body_holds_memory_while_it_arrives() -> None:
+    size, part = 100_000, b"x" * 100
+    async with running_router(max_body=size, connection_memory=2 * size, idle_s=0.2) as router:
+        memory = router.router.memory
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+        writer.write(START + LENGTH % size)
+        await until(lambda: memory.used == size)
+        for _ in range(20):
+            writer.write(part)
+            await asyncio.sleep(0.01)
+            assert memory.used == size
+        await until(lambda: memory.used == 20 * len(part))
+        writer.write(250 * part)
+        await until(lambda: memory.used == 270 * len(part))
+        writer.write(b"x" * (size - 270 * len(part)))
+        assert b" 400 " in await reader.readline()
+        writer.close()
+
+
+async def test_body_that_is_read_after_its_client_has_left_holds_no_memory() -> None:
+    begin, limits = asyncio.Event(), ConnectionLimits()
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        await begin.wait()
+        expect_body(scope, 1000)
+
+    async with serving(application, http_protocol(limits)) as server:
+        state = server.server_state
+        clients = [await asyncio.open_connection("127.0.0.1", port_of(server)) for _ in range(3)]
+        for _, writer in clients:
+            writer.write(START + LENGTH % 1000)
+        await until(lambda: len(state.tasks) == len(clients))
+        for _, writer in clients:
+            writer.transport.abort()
+        await until(lambda: not state.connections)
+        begin.set()
+        await until(lambda: not state.tasks)
+    assert not limits.memory.used
 
 
 async def test_refusals_come_later_the_more_clients_of_a_tenant_are_refused(
@@ -257,7 +338,7 @@ async def test_refusals_come_later_the_more_clients_of_a_tenant_are_refused(
     monkeypatch.setattr(protocol, "REFUSED_S", 3600.0)
     size = 100_000
     async with running_router(
-        tenants_file=tenants(tmp_path), max_body=size, connection_memory=2 * size
+        tenants_file=tenants(tmp_path), max_body=size, connection_memory=2 * size, **PATIENT
     ) as router:
         head = START + b"authorization: Bearer %b\r\ncontent-length: %d\r\n\r\n"
         unwanted = router.server._connections.limits.unwanted
@@ -271,6 +352,8 @@ async def test_refusals_come_later_the_more_clients_of_a_tenant_are_refused(
         await until(lambda: unwanted == {"tenant:alice": 2})
         assert statuses(await answer_to(router, head % (b"bob", size))) == [503]
         assert not clients[2][0]._buffer  # type: ignore[attr-defined]
+        clients[1][1].transport.abort()
+        await until(lambda: unwanted == {"tenant:alice": 1})
         for _, writer in clients:
             writer.transport.abort()
 
@@ -331,22 +414,71 @@ async def test_large_bodies_are_read_by_few_connections_at_a_time() -> None:
         turn += 1
         loop.call_soon(count_turns)
 
-    server = uvicorn.Server(
-        uvicorn.Config(application, http=Reading, port=0, lifespan="off", log_config=None)
-    )
-    serving = asyncio.create_task(server._serve())
-    await until(lambda: server.started)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    asking = [
-        asyncio.create_task(ask(port, START + CLOSE + LENGTH % size + b"x" * size)) for _ in range(clients)
-    ]
-    await until(lambda: len(server.server_state.tasks) == clients)
-    count_turns()
-    begin.set()
-    assert [statuses(await one) for one in asking] == [[200]] * clients
-    assert max(reads.values()) <= protocol.READ_AT_ONCE
-    server.should_exit = True
-    await serving
+    async with serving(application, Reading) as server:
+        sent = START + CLOSE + LENGTH % size + b"x" * size
+        asking = [asyncio.create_task(ask(port_of(server), sent)) for _ in range(clients)]
+        await until(lambda: len(server.server_state.tasks) == clients)
+        count_turns()
+        begin.set()
+        assert [statuses(await one) for one in asking] == [[200]] * clients
+        assert max(reads.values()) <= protocol.READ_AT_ONCE
+
+
+NOWHERE = b"POST /v1/nowhere HTTP/1.1\r\nhost: x\r\n"
+
+
+async def test_body_behind_its_answer_is_read_to_its_end() -> None:
+    size = 1_000_000
+    async with running_router() as router:
+        unwanted = router.server._connections.limits.unwanted
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+        writer.write(NOWHERE + LENGTH % size)
+        assert b" 404 " in await reader.readline()
+        writer.write(b"x" * (size - 1))
+        await until(lambda: unwanted.total() == 1)
+        writer.write(b"x")
+        await until(lambda: not unwanted)
+        writer.write(LAST)
+        async with asyncio.timeout(60):
+            assert b"HTTP/1.1 200 " in await reader.read()
+        writer.close()
+
+
+async def test_body_behind_its_answer_is_read_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "DISCARD_S", 3600.0)
+    async with running_router() as router:
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+        writer.write(NOWHERE + LENGTH % 1000)
+        assert b" 404 " in await reader.readline()
+        [connection] = router.server.server_state.connections
+        writer.write(b"x")
+        await until(lambda: cast(BoundedHttpProtocol, connection).flow.read_paused)
+        writer.close()
+
+
+async def test_chunks_behind_their_answer_delay_one_read() -> None:
+    calls = Counter[str]()
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, 200, b"{}", b"id")
+
+    class Counting(http_protocol(ConnectionLimits())):  # type: ignore[misc]
+        def data_received(self, data: bytes) -> None:
+            calls["received"] += 1
+            super().data_received(data)
+
+        def _read_on(self) -> None:
+            calls["read on"] += 1
+            super()._read_on()
+
+    async with serving(application, Counting) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(server))
+        writer.write(CHUNKED)
+        assert b" 200 " in await reader.readline()
+        writer.write(b"1\r\nx\r\n" * 1000)
+        await until(lambda: calls["read on"])
+        writer.close()
+    assert calls["read on"] < calls["received"]
 
 
 async def test_pipelined_requests_are_bounded() -> None:
@@ -371,10 +503,14 @@ async def test_endless_body_behind_its_answer_ends_the_connection() -> None:
         assert reader.exception() or b" 404 " in await reader.readline()
 
 
-async def test_endless_body_is_rejected_and_not_read_on() -> None:
+@pytest.mark.parametrize("closes", [False, True])
+async def test_endless_body_is_rejected_and_not_read_on(
+    closes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "DISCARDED_LIMIT", 1_000_000)
     async with FakeWorker() as worker, running_router([worker], max_body=1000) as router:
         reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
-        writer.write(START + b"content-length: 100000000\r\n\r\n" + b"x" * 100_000)
+        writer.write(START + CLOSE * closes + b"content-length: 100000000\r\n\r\n" + b"x" * 100_000)
         assert b" 413 " in await reader.readline()
         with pytest.raises(ConnectionError):
             async with asyncio.timeout(60):
@@ -553,24 +689,12 @@ async def test_http_1_0_answers_of_applications_have_no_chunks(method: str, give
         await send({"type": "http.response.body", "body": b"hello ", "more_body": True})
         await send({"type": "http.response.body", "body": b"world"})
 
-    config = uvicorn.Config(
-        application,
-        http=http_protocol(ConnectionLimits()),
-        port=0,
-        lifespan="off",
-        log_config=None,
-    )
-    server = uvicorn.Server(config)
-    serving = asyncio.create_task(server._serve())
-    await until(lambda: server.started)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"{method} / HTTP/1.0\r\nexpect: 100-continue\r\n\r\n".encode())
-    async with asyncio.timeout(60):
-        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-    writer.close()
-    server.should_exit = True
-    await serving
+    async with serving(application, http_protocol(ConnectionLimits())) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(server))
+        writer.write(f"{method} / HTTP/1.0\r\nexpect: 100-continue\r\n\r\n".encode())
+        async with asyncio.timeout(60):
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
     assert head.startswith(b"HTTP/1.1 200 ")
     assert b"transfer-encoding" not in head
     assert (given.strip().encode() in head) and body == (b"hello world" if method == "GET" else b"")

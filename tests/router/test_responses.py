@@ -19,7 +19,7 @@ from baton_router.proxy.response_stores import MemoryResponseStore
 from tests.plain_http import PLAIN
 from tests.router import fake_worker
 from tests.router.fake_worker import STREAM_END, STREAM_HEAD, FakeWorker, WorkerRequest, chunk, plain
-from tests.router.running import RunningRouter, running_router
+from tests.router.running import RunningRouter, running_router, until
 
 PATH = "/v1/responses"
 QUESTION = {"model": "tiny", "input": "Hi"}
@@ -442,3 +442,19 @@ async def test_body_over_the_limit_is_413() -> None:
         answer = await router.post({**QUESTION, "input": "x" * 2000}, PATH)
         assert answer.status_code == 413
         assert not worker.requests
+
+
+async def test_body_in_two_segments_is_counted_once() -> None:
+    body = json.dumps({**QUESTION, "input": "x" * 100_000}).encode()
+    size = len(body)
+    async with (
+        FakeWorker(respond) as worker,
+        running_router([worker], max_body=size, connection_memory=2 * size) as router,
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+        head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {size}\r\n\r\n"
+        writer.write(head.encode() + body[:1000])
+        await until(lambda: router.router.memory.used == size)
+        writer.write(body[1000:])
+        assert b" 200 " in await reader.readline()
+        writer.close()

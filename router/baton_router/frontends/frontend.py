@@ -99,7 +99,7 @@ class Frontend:
             return
         except BatonError as error:
             self.metrics.counters.refused(scope["path"], error.status)
-            await send_error(send, error, request_id(scope["headers"]), close=not client.read)
+            await send_error(send, error, request_id(scope["headers"]))
             return
         unread = [{"type": "http.request", "body": body, "more_body": False}]
 

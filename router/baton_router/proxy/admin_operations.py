@@ -70,7 +70,7 @@ class AdminOperations:
         except ClientDisconnected:
             return
         except BatonError as error:
-            await send_error(send, error, name, close=not client.read)
+            await send_error(send, error, name)
 
     async def _tell_all(self, path: str, given: Headers, body: bytes, name: bytes) -> tuple[int, bytes]:
         """The sum of the workers' counts, or the first rejection."""

@@ -351,8 +351,7 @@ class Proxy:
         client, tenant = context.client, context.tenant
         if not client.started:
             context.status = error.status
-            shown, close = error_for(error, tenant), not client.read
-            await send_error(context.send, shown, context.id, close=close, path=context.path)
+            await send_error(context.send, error_for(error, tenant), context.id, path=context.path)
             return
         cause = error.cause if isinstance(error, UpstreamLost) else "router"
         self._cut.labels(cause).inc()

@@ -47,9 +47,6 @@ async def read(scope: Scope, receive: Receive, limit: int = limits.BODY.most) ->
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     if kind != b"application/json":
         raise InvalidRequest("Unsupported media type: only 'application/json' is allowed.")
-    length = headers.get(b"content-length", b"")
-    if length.isdigit() and int(length) > limit:
-        raise BodyTooLarge(limit)
     expect_body(scope, limit)
     body = bytearray()
     more = True
