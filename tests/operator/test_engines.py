@@ -606,7 +606,11 @@ REFUSED = [
     ),
     pytest.param(
         BATON, {"engine": {"kvCacheTiers": [MEMORY, CLAIM]}},
-        ["spec.engine.kvCacheTiers", "all pods share", "emptyDir"], id="one disk of all Baton workers",
+        ["spec.engine.kvCacheTiers", "pods share", "emptyDir"], id="one disk of all Baton workers",
+    ),
+    pytest.param(
+        BATON, {"engine": {"kvCacheTiers": [MEMORY, {**DISK, "volume": {"hostPath": {"path": "/mnt"}}}]}},
+        ["spec.engine.kvCacheTiers", "pods share", "emptyDir"], id="one disk of the Baton workers of a node",
     ),
     pytest.param(VLLM, {"engine": {"image": None}}, ["spec.engine.image", "--vllm-image"], id="image"),
     pytest.param(CUSTOM, {"engine": {"image": None}}, ["Custom", "spec.engine.image"], id="custom image"),

@@ -130,10 +130,10 @@ def _check_tiers(engine: Engine, path: str, role: WorkerRole) -> None:
             "without tensor parallelism only. Remove spec.engine.kvCacheTiers, or set 1."
         )
     disk = tiers.disk(engine)
-    if engine.type == "Baton" and disk is not None and tiers.is_shared(disk):
+    if engine.type == "Baton" and disk is not None and not tiers.is_of_one_pod(disk):
         raise ValueError(
-            "spec.engine.kvCacheTiers has a volume that all pods share, and each worker of type Baton needs "
-            "a disk of its own. Remove its `volume`, or use emptyDir, ephemeral or hostPath."
+            "spec.engine.kvCacheTiers has a volume that pods share, and each worker of type Baton needs a "
+            "disk of its own. Remove its `volume`, or use emptyDir or ephemeral."
         )
     _check_memory(engine, path, role)
 

@@ -18,6 +18,9 @@ VOLUME = "kv-tier"
 _SHARED = frozenset({"persistentVolumeClaim", "nfs"})
 """Sources whose volume is the same one in all pods."""
 
+_OWN = frozenset({"emptyDir", "ephemeral"})
+"""Sources whose volume is another one in each pod, wherever it runs: those of one node share a hostPath."""
+
 
 def memory(engine: Engine) -> int:
     """Return the bytes that a worker keeps in the memory of its pod, on each of its nodes."""
@@ -32,6 +35,11 @@ def disk(engine: Engine) -> KvCacheTier | None:
 def is_shared(tier: KvCacheTier) -> bool:
     """Return whether all pods of the service have the same disk."""
     return not _SHARED.isdisjoint(tier.volume or {})
+
+
+def is_of_one_pod(tier: KvCacheTier) -> bool:
+    """Return whether no two pods have the same disk."""
+    return _OWN.issuperset(tier.volume or {})
 
 
 def volumes(engine: Engine) -> list[Manifest]:
