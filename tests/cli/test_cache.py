@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -91,9 +92,18 @@ def test_cache_of_another_folder_is_refused(
     for folder in (tmp_path, tmp_path / "missing"):
         code, shown = run(capsys, command, str(folder))
         assert code == 2 and f"{folder} has no KV blocks of a worker" in shown
-    if command != "clear":
-        (tmp_path / HEADERS).write_bytes(b"something else")
-        code, shown = run(capsys, command, str(tmp_path))
-        assert code == 2 and "has a format that this version of Baton does not know" in shown
+    for name in (HEADERS, BLOCKS):
+        (tmp_path / name).write_bytes(b"something else")
+    code, shown = run(capsys, command, str(tmp_path))
+    assert code == 2 and "has a format that this version of Baton does not know" in shown
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+        HEADERS: b"something else", BLOCKS: b"something else",
+    }  # fmt: skip
     code, shown = run(capsys, command, str(tmp_path), "--output", "xml")
     assert code == 2 and "Expected text or json" in shown
+
+
+def test_cache_status_does_not_wait_for_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / HEADERS)
+    code, shown = run(capsys, "status", str(tmp_path))
+    assert code == 1 and "not a regular file" in shown

@@ -6,14 +6,19 @@ Disks are full, gone, slow and wrong here. None of that is an error, a hang or a
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
+import os
 import queue
 import random
+import resource
 import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,9 +29,24 @@ from baton_api.hashing import block_hashes, root_hash
 from baton_api.kv_events import HOST_MEMORY, STORAGE
 from baton_engine.kv.cache import KVCache
 from baton_engine.kv.events import KvEvents
+from baton_engine.requests import LoadedAdapter
+from baton_engine.tiers import disk
 from baton_engine.tiers.disk import DiskStore, namespace_of
 from baton_engine.tiers.memory import MemoryStore
-from baton_engine.tiers.slab import BLOCKS, HEADERS, PAGE, Bytes, Slab, SlabLocked, stride_of
+from baton_engine.tiers.slab import (
+    BLOCKS,
+    HEADERS,
+    LOCK,
+    LOCK_TRIES,
+    LOCK_WAIT_S,
+    MAGIC,
+    PAGE,
+    Bytes,
+    Slab,
+    SlabLocked,
+    locked,
+    stride_of,
+)
 from baton_engine.tiers.store import Copy, Read
 from baton_engine.tiers.tier import Tier, TierSnapshot
 from tests.engine.fake_model import make_cache
@@ -45,7 +65,7 @@ def size_of(slots: int) -> int:
 
 
 class UnkindDisk(DiskStore):
-    """A disk that can stall."""
+    """A disk that can stall, and have a sector that cannot be read."""
 
     def __init__(self, *given: Any) -> None:
         self.go = threading.Event()
@@ -53,6 +73,11 @@ class UnkindDisk(DiskStore):
         self.go.set()
         self.stuck = threading.Event()
         """Set while one does."""
+        self.may_clear = threading.Event()
+        """Cleared, it is not cleared until it is set."""
+        self.may_clear.set()
+        self.bad: int | None = None
+        """A slot that cannot be read."""
         super().__init__(*given)
 
     def write(self, copies: Sequence[Copy], read: Read) -> list[int | None]:
@@ -61,7 +86,13 @@ class UnkindDisk(DiskStore):
 
     def read(self, slot: int) -> Bytes:
         self._wait()
+        if slot == self.bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         return super().read(slot)
+
+    def clear(self) -> None:
+        assert self.may_clear.wait(60)
+        super().clear()
 
     def _wait(self) -> None:
         if not self.go.is_set():
@@ -178,7 +209,8 @@ def test_disk_restores_what_the_memory_has_dropped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        pytest.param({"namespace": b"1" * 16}, {"namespace": b"2" * 16}, id="weights, dtype or version"),
+        pytest.param({"namespace": b"1" * 16}, {"namespace": b"2" * 16}, id="another namespace"),
+        pytest.param({}, {"adapter": LoadedAdapter("one", "", "1" * 64, 1, 11)}, id="adapter"),
         pytest.param({"salt": "one"}, {"salt": "other"}, id="salt"),
         pytest.param({"salt": ""}, {"salt": "a tenant"}, id="no salt"),
     ],
@@ -190,8 +222,10 @@ def test_disk_other_models_and_tenants_find_nothing(
     for number, given in enumerate((first, second, first)):
         fields = {name: given[name] for name in given if name == "salt"}
         with Disked(tmp_path, namespace=given.get("namespace", MODEL)) as serving:
-            request = request_of("a", prompt=prompt, **fields)
-            assert serving.run(request) == [serving.reference(request)]
+            request = replace(request_of("a", prompt=prompt, **fields), adapter=given.get("adapter"))
+            before = () if request.adapter is None else (request.adapter.weights,)
+            reference = serving.reference(replace(request, prompt=(*before, *prompt), adapter=None))
+            assert serving.run(request) == [reference]
             assert sources(serving, "a") == ({"disk": 36} if number == 2 else {})
             serving.rested()
 
@@ -271,12 +305,16 @@ def test_disk_stalled_read_is_computed_and_the_disk_left_alone(
         serving.disk.go.set()
 
 
+@pytest.mark.parametrize("deleted", ["folder", BLOCKS, LOCK])
 def test_disk_that_was_deleted_is_one_line_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, deleted: str
 ) -> None:
     folder = tmp_path / "kv"
     with Disked(folder) as serving:
-        shutil.rmtree(folder)
+        if deleted == "folder":
+            shutil.rmtree(folder)
+        else:
+            (folder / deleted).unlink()
         tier = serving.tiers[1]
         for number in range(3):
             request = request_of(f"a{number}", 40, seed=number)
@@ -284,6 +322,7 @@ def test_disk_that_was_deleted_is_one_line_in_the_log(
             serving.failed(number + 1)
             assert serving.state.paused
             tier._paused_until = 1e-9  # the pause is over
+            assert serving.state.paused, "until a write succeeds"
         assert serving.state.blocks == 0
     assert caplog.text.count("Cannot write") == 1
     assert "its files were deleted" in caplog.text
@@ -298,15 +337,30 @@ def test_disk_file_that_is_too_short_is_computed(tmp_path: Path) -> None:
         assert serving.at_rest().totals.restores == {("disk", "transfer_failed"): 1}
 
 
-@pytest.mark.parametrize("why", ["a file", "below a file", "of another user"])
+def test_disk_block_that_cannot_be_read_is_computed_and_written_elsewhere(tmp_path: Path) -> None:
+    prompt = prompt_of(40, 4)
+    expected = answered(tmp_path, prompt)
+    with Disked(tmp_path) as serving:
+        index, name = serving.tiers[1]._index, block_hashes(prompt, 4, root_hash())[3]
+        serving.disk.bad = index._places[name].slot
+        assert serving.run(request_of("b", prompt=prompt)) == [expected]
+        assert sources(serving, "b") == {"disk": 12}
+        serving.rested()
+        assert index._places[name].slot != serving.disk.bad == index._free[0]
+
+
+@pytest.mark.parametrize("why", ["a file", "below a file", HEADERS, BLOCKS, LOCK, "fifo"])
 def test_disk_that_cannot_be_opened_is_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "kv"
-    if why == "of another user":
+    if why in (HEADERS, BLOCKS, LOCK):  # another user can write it
         folder.mkdir()
-        (folder / HEADERS).touch()
-        (folder / HEADERS).chmod(0o666)
+        (folder / why).touch()
+        (folder / why).chmod(0o666)
+    elif why == "fifo":
+        folder.mkdir()
+        os.mkfifo(folder / BLOCKS)
     else:
         folder.touch()
         folder = folder if why == "a file" else folder / "below"
@@ -317,6 +371,75 @@ def test_disk_that_cannot_be_opened_is_not_used(
         assert serving.run(request_of("b", 40, seed=1)) == [serving.reference(request)]
         assert (serving.state.capacity, serving.state.blocks, serving.state.paused) == (0, 0, True)
     assert caplog.text.count(f"The disk tier is not used: cannot open {folder}") == 1
+
+
+@pytest.mark.parametrize("name", [HEADERS, BLOCKS, LOCK])
+def test_disk_files_that_are_no_blocks_stay_as_they_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    (tmp_path / name).write_bytes(b"something else")
+    for _ in range(2):
+        store = DiskStore(tmp_path, size_of(4), BLOCK, MODEL)
+        assert store.slots == 0
+        store.close()
+        assert (tmp_path / name).read_bytes() == b"something else"
+    assert caplog.text.count("its files are not KV blocks") == 2
+
+
+def test_disk_files_are_readable_by_their_owner_only(tmp_path: Path) -> None:
+    for name in (HEADERS, BLOCKS, LOCK):
+        (tmp_path / name).touch()
+        (tmp_path / name).chmod(0o644)
+    DiskStore(tmp_path, size_of(4), BLOCK, MODEL).close()
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+
+
+def test_disk_that_cannot_grow_keeps_its_blocks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def opened(slots: int) -> tuple[int, int]:
+        store = DiskStore(tmp_path, size_of(slots), BLOCK, MODEL)
+        found = store.slots, len(store.found)
+        if store.slots and not store.found:
+            store.write([Copy(b"a" * 16, b"", 1, 1, 0)], lambda slot, out: 0)
+        store.close()
+        return found
+
+    assert opened(4) == (4, 0)
+    sizes = {path: path.stat().st_size for path in (tmp_path / HEADERS, tmp_path / BLOCKS)}
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE + 64 * 128 + stride_of(BLOCK), unlimited[1]))
+    try:
+        assert opened(64) == (0, 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert os.strerror(errno.EFBIG) in caplog.text
+    assert {path: path.stat().st_size for path in sizes} == sizes
+    assert opened(4) == (4, 1)
+
+
+def test_slab_lock_that_is_only_read_is_waited_for(tmp_path: Path) -> None:
+    """As by `baton cache status`."""
+    os.close(locked(tmp_path))
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            os.close(reader)
+
+    reader = os.open(tmp_path / LOCK, os.O_RDONLY)
+    fcntl.flock(reader, fcntl.LOCK_SH)
+    writer = locked(tmp_path, sleep)
+    assert waits == [LOCK_WAIT_S] * 3
+    with pytest.raises(SlabLocked):
+        locked(tmp_path, sleep)
+    assert len(waits) == 3, "one that writes is not waited for"
+    os.close(writer)
+    reader = os.open(tmp_path / LOCK, os.O_RDONLY)
+    fcntl.flock(reader, fcntl.LOCK_SH)
+    with pytest.raises(SlabLocked):
+        locked(tmp_path, sleep)
+    assert len(waits) == 3 + LOCK_TRIES
+    os.close(reader)
 
 
 def test_disk_folder_is_of_one_process(tmp_path: Path) -> None:
@@ -369,6 +492,28 @@ def test_disk_cleared_with_the_cache_gives_nothing_back_to_the_next_engine(tmp_p
         assert serving.state.blocks <= 3
         serving.run(request_of("c", prompt=prompt))
         assert sources(serving, "c") == {}
+
+
+def test_disk_clear_behind_a_copy_is_waited_for_at_the_end(tmp_path: Path) -> None:
+    prompt = prompt_of(40, 4)
+    answered(tmp_path, prompt)
+    with Disked(tmp_path) as serving:
+        serving.disk.go.clear()
+        serving.run(request_of("a", 40, seed=5))
+        assert serving.disk.stuck.wait(60)
+        serving.disk.may_clear.clear()
+        serving.engine.clear_cache()
+        serving.run(request_of("b", 4))  # after the command
+        serving.engine.stop()
+        serving.disk.go.set()
+        soon = threading.Timer(0.05, serving.disk.may_clear.set)
+        soon.start()
+        tier = serving.tiers[1]
+        tier.flush(tier._clock() + 60)
+        with Slab.reading(tmp_path) as slab:
+            left = {header.name for header in slab.headers().values()}
+        assert left.isdisjoint(block_hashes(prompt, 4, root_hash()))
+        soon.join()
 
 
 def test_disk_blocks_of_an_earlier_engine_are_published(tmp_path: Path) -> None:
@@ -439,7 +584,9 @@ def test_disk_writes_no_bytes_of_another_block(tmp_path: Path) -> None:
     store.close()
 
 
-def test_namespace_differs_with_any_bit_of_the_weights(tmp_path: Path) -> None:
+def test_namespace_differs_with_any_bit_of_the_weights_and_the_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     weights = folder / "a.safetensors"
@@ -454,20 +601,26 @@ def test_namespace_differs_with_any_bit_of_the_weights(tmp_path: Path) -> None:
     seen.add(namespace_of("one", folder))
     seen.add(namespace_of("one", weights))
     assert len(seen) == 5, "a file and a folder with it alone are one model"
+    monkeypatch.setattr(disk, "__version__", "another one")
+    assert namespace_of("one", weights) not in seen
 
 
-def test_slab_with_other_blocks_or_another_format_begins_anew(tmp_path: Path) -> None:
+def test_slab_with_other_blocks_or_another_format_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     answered(tmp_path, prompt_of(40, 4))
     for change in ("block", "format", "damage"):
         store = DiskStore(tmp_path, size_of(SLOTS), BLOCK, MODEL)
         store.write([Copy(b"a" * 16, b"", 1, 1, 0)], lambda slot, out: 0)
         store.close()
         if change == "format":
-            (tmp_path / HEADERS).write_bytes(b'{"format": 99, "block_bytes": 9}'.ljust(2 * PAGE))
+            (tmp_path / HEADERS).write_bytes(MAGIC + b'{"format": 99, "block_bytes": 9}'.ljust(2 * PAGE))
         elif change == "damage":
-            (tmp_path / HEADERS).write_bytes(bytes(100))
+            (tmp_path / HEADERS).write_bytes(MAGIC + bytes(100))
+        caplog.clear()
         store = DiskStore(tmp_path, size_of(SLOTS), BLOCK + (change == "block"), MODEL)
-        assert not store.found
+        assert store.slots == SLOTS and not store.found
+        assert caplog.text.count("is emptied: its KV blocks have another size") == (change != "damage")
         store.close()
 
 

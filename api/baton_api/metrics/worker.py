@@ -298,13 +298,18 @@ WORKER_TIER_CORRUPT = Metric(
     (TIER,),
 )
 WORKER_TIER_ERRORS = Metric(
-    "baton_worker_tier_write_errors_total", "counter", "events", "Failed writes to a tier.", (TIER,)
+    "baton_worker_tier_write_errors_total",
+    "counter",
+    "events",
+    "Failed writes to a tier, and failures to clear or to open it.",
+    (TIER,),
 )
 WORKER_TIER_PAUSED = Metric(
     "baton_worker_tier_paused",
     "gauge",
     "yes or no",
-    "1 while a tier is left alone: a read was late or failed, a write failed, or it could not be opened.",
+    "1 while a tier is left alone after a read that was late or failed, or if the last write failed, or it "
+    "could not be opened.",
     (TIER,),
 )
 WORKER_TIER_READS = Metric(

@@ -23,7 +23,8 @@ KV_USAGE = SHORT.over_time("min", metrics.WORKER_KV_USAGE, *BY_SERVICE, "role", 
 QUARANTINED = SHORT.over_time("min", metrics.WORKER_BLOCKS, *BY_SERVICE, "worker", state="quarantined")
 
 CORRUPT = Scope("1h").increase(metrics.WORKER_TIER_CORRUPT, *BY_SERVICE, "worker", "tier")
-PAUSED = LONG.over_time("min", metrics.WORKER_TIER_PAUSED, *BY_SERVICE, "worker", "tier", of="max")
+PAUSED = LONG.over_time("avg", metrics.WORKER_TIER_PAUSED, *BY_SERVICE, "worker", "tier", of="max")
+"""Fraction of the time: a tier that fails is tried again in between."""
 
 PREFILL_QUEUED = LONG.over_time("avg", metrics.WORKER_QUEUED, *BY_SERVICE, role="prefill")
 PREFILL_QUEUED_TOKENS = LONG.over_time("max", metrics.WORKER_QUEUED_TOKENS, *BY_SERVICE, role="prefill")
@@ -75,7 +76,7 @@ ALERTS = (
         severity="ticket",
         summary=f"{SERVICE}: the {{{{ $labels.tier }}}} tier of {{{{ $labels.worker }}}} has corrupt blocks, "
         "or is left alone.",
-        expression=f"({CORRUPT} > 3) or ({PAUSED} > 0)",
+        expression=f"({CORRUPT} > 3) or ({PAUSED} > 0.5)",
         duration="10m",
     ),
     Alert(

@@ -276,7 +276,8 @@ class Engine:
                     idle = not self._step()
                     for tier in self._tiers.all:
                         tier.clean(idle)
-                    idle = idle and not self._touch_memory()
+                    announces = self._tiers.announces()
+                    idle = idle and not announces and not self._touch_memory()
                 except Exception as error:  # without this, clients would wait forever
                     log.exception("The engine's step failed; every request of this worker ends.")
                     # Others than EngineFailed are bugs.

@@ -76,8 +76,8 @@ CASES = (
     Case(
         "BatonKvTierFailing",
         "ticket",
-        constant(metrics.WORKER_TIER_PAUSED, 1, **DECODE, tier="disk"),
         {Scope("").series(metrics.WORKER_TIER_PAUSED, **DECODE, tier="disk"): "1 1 0 " * 160},
+        {Scope("").series(metrics.WORKER_TIER_PAUSED, **DECODE, tier="disk"): "1 0 0 " * 160},
     ),
     Case(
         "BatonKvCacheFull",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from baton_api.kv_events import FRAME_ENTRIES
 from baton_engine.kv.events import KvEvents
+
+ANNOUNCED = 4096
+"""Blocks that are published again at once, beside a forward pass: 20 ms."""
 
 
 class Place(NamedTuple):
@@ -44,7 +46,8 @@ class TierIndex:
         self._on_dropped = on_dropped
         self._places: OrderedDict[bytes, Place] = OrderedDict(found)
         """By the chain hash; the first is dropped next."""
-        self._free = list(reversed(free))
+        self._free = deque(reversed(free))
+        """The last is used next."""
         self.capacity = len(self._free) + len(self._places)
         self._reads: Counter[int] = Counter()
         """Reads under way, by slot."""
@@ -99,7 +102,11 @@ class TierIndex:
             self._events.stored(name, place.parent, (), medium=self._medium)
 
     def drop(self, name: bytes) -> None:
-        """The block is not read any more, except by reads that have begun."""
+        """
+        The block is not read any more, except by reads that have begun.
+
+        Its slot is used again after all other free ones: it may be one that cannot be read.
+        """
         place = self._places.pop(name, None)
         if place is None:
             return
@@ -110,7 +117,7 @@ class TierIndex:
         if self._reads[place.slot]:
             self._leaving.add(place.slot)
         else:
-            self._free.append(place.slot)
+            self._free.appendleft(place.slot)
 
     def hold(self, names: Sequence[bytes]) -> list[Place]:
         """Begin to read the leading ones of these blocks that are here. End it by `release`."""
@@ -127,21 +134,26 @@ class TierIndex:
                 del self._reads[place.slot]
                 if place.slot in self._leaving:
                     self._leaving.remove(place.slot)
-                    self._free.append(place.slot)
+                    self._free.appendleft(place.slot)
 
     def clear(self) -> None:
         for name in list(self._places):
             self.drop(name)
 
-    def announce(self) -> None:
+    def announce(self) -> Iterator[None]:
         """
-        Publish all blocks again, for subscribers that have just got a snapshot of the pool.
+        Publish all blocks again, for subscribers that have just got a snapshot of the pool. Each step of the
+        iterator publishes some of them. The index may change between the steps.
 
         The last block of a chain is dropped first. In the reverse order, a chain becomes one event.
         """
-        if self._events is None:
-            return
-        for number, (name, place) in enumerate(reversed(self._places.items()), 1):
-            self._events.stored(name, place.parent, (), medium=self._medium)
-            if number % FRAME_ENTRIES == 0:
-                self._events.flush()
+        return self._announced([] if self._events is None else list(reversed(self._places.items())))
+
+    def _announced(self, blocks: Sequence[tuple[bytes, Place]]) -> Iterator[None]:
+        for start in range(0, len(blocks), ANNOUNCED):
+            assert self._events is not None
+            for name, place in blocks[start : start + ANNOUNCED]:
+                if self._places.get(name) is place:  # else it was dropped, or published since as a new one
+                    self._events.stored(name, place.parent, (), medium=self._medium)
+            self._events.flush()
+            yield

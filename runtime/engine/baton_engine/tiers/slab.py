@@ -15,9 +15,12 @@ import ctypes
 import errno
 import fcntl
 import json
+import logging
 import os
+import stat
 import struct
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -27,6 +30,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from baton_api.errors import SetupError
+from baton_api.setting_types import show_size
+
+log = logging.getLogger(__name__)
 
 Bytes = NDArray[np.uint8]
 """The bytes of one block, contiguous."""
@@ -38,6 +44,12 @@ NAME_BYTES = 16
 BLOCKS, HEADERS, LOCK = "blocks", "headers", "lock"
 PAGE = 4096
 """Slots begin at a multiple of it, and the headers after the first one, which describes the folder."""
+
+MAGIC = b"KV blocks of Baton\n"
+"""Begins the first page in any format. Without it, the files are somebody else's."""
+
+LOCK_TRIES, LOCK_WAIT_S = 100, 0.01
+"""A lock that is only read is waited for: `in_use` holds it for a moment."""
 
 DISK_SHARE = 0.95
 """Fraction of the space of a disk that a folder takes at most. File systems need some themselves."""
@@ -101,7 +113,8 @@ class Slab:
         Open or create a folder of at most `size` bytes, to write. Its disk space is allocated: less than
         `size` if the disk has less.
 
-        Keeps the blocks of an earlier process if they have this size. Raises SlabLocked.
+        Keeps the blocks of an earlier process if they have this size. Raises SlabLocked, and PermissionError
+        if another user can modify them.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.ExitStack() as opened:
@@ -111,21 +124,33 @@ class Slab:
             opened.callback(os.close, headers)
             blocks = _open(folder / BLOCKS, os.O_RDWR | os.O_CREAT)
             opened.callback(os.close, blocks)
+            for file, name in (lock, LOCK), (headers, HEADERS), (blocks, BLOCKS):
+                _keep_private(file, folder / name)
             slots = slots_of(min(size, int(DISK_SHARE * _available(blocks))), block_bytes)
             if not slots:
                 raise OSError(errno.ENOSPC, "the disk has no room for one block")
-            if _description(headers) != (FORMAT, block_bytes):
-                os.ftruncate(headers, 0)
+            if (known := _description(headers)) != (FORMAT, block_bytes):
+                before = _sizes(headers, blocks)
+                if any(before) and not _is_ours(headers):
+                    raise OSError(errno.EEXIST, "its files are not KV blocks")
+                if known is not None and before[1]:
+                    other = show_size(known[1])
+                    log.warning(
+                        "%s is emptied: its KV blocks have another size (%s) or format.", folder, other
+                    )
+                os.ftruncate(headers, min(before[0], PAGE))  # it has the magic at any time
                 os.ftruncate(blocks, 0)
-                first = json.dumps({"format": FORMAT, "block_bytes": block_bytes}).encode().ljust(PAGE)
-                _write(headers, first, 0)
+                first = json.dumps({"format": FORMAT, "block_bytes": block_bytes}).encode()
+                _write(headers, (MAGIC + first).ljust(PAGE), 0)
+                os.fdatasync(headers)
+            before = _sizes(headers, blocks)
             try:
                 os.ftruncate(headers, PAGE + slots * _HEADER.size)
                 _allocate(blocks, slots * stride_of(block_bytes))
             except OSError:
-                with contextlib.suppress(OSError):  # what was allocated is of no use to anybody
-                    os.ftruncate(headers, 0)
-                    os.ftruncate(blocks, 0)
+                with contextlib.suppress(OSError):  # what was allocated now is of no use to anybody
+                    os.ftruncate(blocks, before[1])
+                    os.ftruncate(headers, before[0])
                 raise
             slab = cls(blocks, headers, lock, block_bytes, slots)
             slab._used.update(range(slots))
@@ -135,17 +160,12 @@ class Slab:
     @classmethod
     def read_only(cls, folder: Path) -> Self:
         """Open a folder, which a process may be writing. Raises NoSlab."""
-        try:
-            headers = _open(folder / HEADERS, os.O_RDONLY)
-        except FileNotFoundError as error:
-            raise NoSlab(
-                f"{folder} has no KV blocks of a worker: {error.filename} does not exist."
-            ) from error
+        headers = _open_ours(folder)
         with contextlib.ExitStack() as opened:
             opened.callback(os.close, headers)
             known = _description(headers)
             if known is None or known[0] != FORMAT:
-                raise NoSlab(f"{folder / HEADERS} has a format that this version of Baton does not know.")
+                raise _unknown(folder)
             blocks = _open(folder / BLOCKS, os.O_RDONLY)
             slots = (os.fstat(headers).st_size - PAGE) // _HEADER.size
             slab = cls(blocks, headers, None, known[1], max(0, slots))
@@ -170,7 +190,7 @@ class Slab:
     @property
     def bytes(self) -> int:
         """Size of the files of headers and blocks."""
-        return sum(os.fstat(file).st_size for file in (self._headers, self._blocks))
+        return sum(_sizes(self._headers, self._blocks))
 
     def headers(self) -> dict[int, Header]:
         """Read all valid headers, by slot."""
@@ -192,7 +212,8 @@ class Slab:
 
         If that fails, some may be written.
         """
-        if not os.fstat(self._headers).st_nlink:
+        files = (self._headers, self._blocks, self._lock)
+        if not all(os.fstat(file).st_nlink for file in files if file is not None):
             raise OSError(errno.ENOENT, "its files were deleted")
         headers: dict[int, Header] = {}
         for slot, header, data in written:
@@ -251,11 +272,22 @@ def stride_of(block_bytes: int) -> int:
     return -(-block_bytes // PAGE) * PAGE
 
 
-def locked(folder: Path) -> int:
+def locked(folder: Path, sleep: Callable[[float], None] = time.sleep) -> int:
     """Lock a folder for this process, until the returned file is closed. Raises SlabLocked and OSError."""
     file = _open(folder / LOCK, os.O_RDWR | os.O_CREAT)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for _ in range(LOCK_TRIES):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # raises at once if a process writes
+            fcntl.flock(file, fcntl.LOCK_UN)
+            sleep(LOCK_WAIT_S)
+        else:
+            raise BlockingIOError
+        before = os.pread(file, 32, 0).strip(b"\0\n")
+        if before and not before.isdigit():
+            raise OSError(errno.EEXIST, "its files are not KV blocks")
         os.ftruncate(file, 0)
         _write(file, b"%d\n" % os.getpid(), 0)
     except BlockingIOError:
@@ -288,27 +320,68 @@ def in_use(folder: Path) -> bool:
 
 def delete(folder: Path) -> int:
     """Delete all blocks. Returns the size of the files. Raises SlabLocked, NoSlab and OSError."""
-    if not (folder / HEADERS).exists():
-        raise NoSlab(f"{folder} has no KV blocks of a worker: {folder / HEADERS} does not exist.")
+    os.close(_open_ours(folder))  # nobody else's folder gets a lock
     lock = locked(folder)
     try:
-        files = [path for name in (HEADERS, BLOCKS) if (path := folder / name).exists()]
-        size = sum(path.stat().st_size for path in files)
-        for path in files:  # the headers first: without them, the blocks are nothing
-            path.unlink()
+        os.close(_open_ours(folder))
+        size = 0
+        for path in folder / BLOCKS, folder / HEADERS:  # the headers last: they say whose blocks those are
+            with contextlib.suppress(FileNotFoundError):
+                size += path.lstat().st_size
+                path.unlink()
     finally:
         os.close(lock)
     return size
 
 
 def _open(path: Path, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    """Open a regular file."""
+    file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
+
+
+def _open_ours(folder: Path) -> int:
+    """Open the headers to read. Raises NoSlab if there are none, or they are somebody else's."""
+    try:
+        headers = _open(folder / HEADERS, os.O_RDONLY)
+    except FileNotFoundError as error:
+        raise NoSlab(f"{folder} has no KV blocks of a worker: {error.filename} does not exist.") from error
+    if not _is_ours(headers):
+        os.close(headers)
+        raise _unknown(folder)
+    return headers
+
+
+def _unknown(folder: Path) -> NoSlab:
+    return NoSlab(f"{folder / HEADERS} has a format that this version of Baton does not know.")
+
+
+def _keep_private(file: int, path: Path) -> None:
+    """Raise PermissionError if another user could modify an open file, or close it to those who read."""
+    status = os.fstat(file)
+    if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
+        raise PermissionError(f"another user can modify {path}, and so the answers")
+    if status.st_mode & 0o077:
+        os.fchmod(file, 0o600)
+
+
+def _sizes(*files: int) -> list[int]:
+    return [os.fstat(file).st_size for file in files]
+
+
+def _is_ours(headers: int) -> bool:
+    return os.pread(headers, len(MAGIC), 0) == MAGIC
 
 
 def _description(headers: int) -> tuple[int, int] | None:
     """Return format and bytes of a block."""
+    if not _is_ours(headers):
+        return None
     try:
-        found: Any = json.loads(os.pread(headers, PAGE, 0))
+        found: Any = json.loads(os.pread(headers, PAGE - len(MAGIC), len(MAGIC)))
         return int(found["format"]), int(found["block_bytes"])
     except (ValueError, KeyError, TypeError):
         return None

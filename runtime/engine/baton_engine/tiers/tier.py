@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -71,7 +71,7 @@ class TierTotals:
     corrupt: int = 0
     """Blocks whose bytes had changed."""
     errors: int = 0
-    """Writes that failed, and a start of which the tier could not be opened."""
+    """Writes and clears that failed, and a start of which the tier could not be opened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class TierSnapshot:
     """Blocks for which it has room."""
     block_bytes: int
     paused: bool
-    """Whether it is not read or not written, because it failed or was late."""
+    """Whether it is not read, because it failed or was late, or the last write to it failed."""
     totals: TierTotals
 
 
@@ -147,6 +147,9 @@ class Tier:
         """What the copying thread does."""
         self._then: Callable[[Future[Any]], None]
         """What follows it."""
+        self._clearing: Future[None] | None = None
+        """The last clear of the store, until it has ended."""
+        self._announcing: Iterator[None] = iter(())
         self._prepared = False
         self._queued = 0
         """Blocks of the restores that have not reported."""
@@ -169,13 +172,14 @@ class Tier:
         below, store = self._below, self._store
         dropped = None if below is None else below.evicted
         self._index = TierIndex(store.free, store.medium, events, store.found, dropped)
-        self._index.announce()
+        for _ in self._index.announce():
+            pass
         self._each = max(1, COPY_BYTES // self._cache.block_bytes)
 
     def snapshot(self) -> TierSnapshot:
         """Any thread."""
         index, now = self._index, self._clock()
-        paused = not index.capacity or now < self._paused_until or self._speed.at(now) is None
+        paused = not index.capacity or bool(self._paused_until) or self._speed.at(now) is None
         return TierSnapshot(
             self.name, len(index), index.capacity, self._cache.block_bytes, paused, replace(self.totals)
         )
@@ -183,7 +187,13 @@ class Tier:
     def flush(self, until: float) -> None:
         """
         Copy what would be lost, while there is room, until this time. After the engine's thread has ended.
+
+        What was cleared is not found again by the next process.
         """
+        if (clearing := self._clearing) is not None:
+            wait((clearing,), max(0.0, until - self._clock()))
+            if clearing.done():
+                self._cleared(clearing)
         while True:
             if self._work is not None:
                 wait((self._work,), max(0.0, until - self._clock()))
@@ -238,17 +248,23 @@ class Tier:
         self._dirty.clear()
         self._copying.clear()
         self._index.clear()
-        self._copier.submit(self._store.clear).add_done_callback(
-            lambda done: self._post(lambda: self._cleared(done))
-        )
+        self._clearing = self._copier.submit(self._store.clear)
+        self._clearing.add_done_callback(lambda done: self._post(lambda: self._cleared(done)))
 
     def _cleared(self, done: Future[None]) -> None:
+        if done is self._clearing:
+            self._clearing = None
         if (error := done.exception()) is not None:
             log.error("Cannot clear the tier %s: %s", self.name, error)
             self.totals.errors += 1
 
     def announce(self) -> None:
-        self._index.announce()
+        """Begin to publish all blocks again."""
+        self._announcing = self._index.announce()
+
+    def announces(self) -> bool:
+        """Publish some of them. False: all are."""
+        return next(self._announcing, self) is None
 
     # --- The cleaner ---
 
@@ -375,6 +391,8 @@ class Tier:
             )
             self.totals.corrupt += 1
             self._index.drop(names[arrived])
+        elif reason == Fallback.TRANSFER_FAILED and arrived < len(places):
+            self._index.drop(names[arrived])  # it may be one that cannot be read: others can
         if arrived and not reason:
             self._speed.add(arrived, restored.wait_s, restored.read_s, now)
             if self._failed:
@@ -434,3 +452,6 @@ class Tiers:
     def announce(self) -> None:
         for tier in self.all:
             tier.announce()
+
+    def announces(self) -> bool:
+        return any(tier.announces() for tier in self.all)
