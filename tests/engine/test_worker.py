@@ -116,7 +116,7 @@ async def test_service_accelerator_error_ends_process_with_reason(tiny: Path) ->
 
     @contextlib.asynccontextmanager
     async def breaking(worker: Worker) -> AsyncIterator[RoleServices]:
-        worker.engine._model = BrokenModel(worker.spec)  # after the warm-up, as hardware does
+        worker.engine._pipeline._model = BrokenModel(worker.spec)  # after the warm-up, as hardware does
         yield RoleServices()
 
     chosen = settings(tiny, port=0, name="gpu-worker")
