@@ -653,7 +653,6 @@ static int quantized_sound(void) {
     static _Alignas(64) char panel[PANEL * NUMBERS * 2];
     static float rows[ROWS][NUMBERS], weights[NUMBERS], result[ROWS][PANEL];
     static struct rounded x[OCTET_TILE_ROWS][BLOCKS];
-    static _Alignas(64) float tiled[OCTET_TILE_ROWS][PANEL];
     uint32_t state = 1;
     for (int row = 0; row < ROWS; row++) {
         for (int i = 0; i < NUMBERS; i++) rows[row][i] = (float)((state = state * 1664525u + 1013904223u) >> 8) / (1 << 24) - 0.5f;
@@ -695,6 +694,7 @@ static int quantized_sound(void) {
         }
 #if OCTET_TILES
         if (!octet_tile(format) || !tiles_allowed()) continue;
+        static _Alignas(64) float tiled[OCTET_TILE_ROWS][PANEL];
         struct tile_shapes before;
         tiles_begin(&before, BLOCK_UNITS);
         octet_tile(format)(x[0], BLOCKS, panel, BLOCKS, tiled[0]);
