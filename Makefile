@@ -109,6 +109,7 @@ $(VENV)/dev: DEVICE = any
 
 # uv does not read pip's configuration; a mirror that is set there is meant for it too. The kernels need a compiler
 # and none of the packages, so they are compiled meanwhile. If that fails, the first start compiles them.
+# xds-protos has older files of the same names as opentelemetry-proto, and the package that uv writes last wins.
 $(VENV)/demo $(VENV)/dev: pyproject.toml constraints.txt images/cpu_only.py | $(UV)
 	@if [ "$(DEVICE)" = cpu ]; then \
 	  echo "Installing for CPUs (no NVIDIA GPU was found; for one: make demo DEVICE=any)."; \
@@ -120,7 +121,8 @@ $(VENV)/demo $(VENV)/dev: pyproject.toml constraints.txt images/cpu_only.py | $(
 	@index="$${PIP_INDEX_URL:-$$(python3 -m pip config get global.index-url 2>/dev/null)}"; \
 	if [ -n "$$index" ] && [ -z "$$UV_DEFAULT_INDEX$$UV_INDEX_URL" ]; then export UV_DEFAULT_INDEX="$$index"; fi; \
 	PYTHONPATH=api:runtime/engine $(PYTHON) -m baton_engine.ops.native.library >/dev/null 2>&1 & \
-	$(UV) pip install --python $(PYTHON) --constraint constraints.txt $(if $(filter cpu,$(DEVICE)),--overrides $(VENV)/excluded) --editable '.[$(EXTRAS)]'
+	$(UV) pip install --python $(PYTHON) --constraint constraints.txt $(if $(filter cpu,$(DEVICE)),--overrides $(VENV)/excluded) --editable '.[$(EXTRAS)]' $(if $(filter dev%,$(EXTRAS)),\
+	  && $(UV) pip install --python $(PYTHON) --constraint constraints.txt --no-deps --reinstall-package opentelemetry-proto opentelemetry-proto)
 	@[ "$(DEVICE)" != cpu ] || $(PYTHON) images/cpu_only.py $(VENV)/lib/python3*/site-packages $(shell command -v cc)
 	@touch $@
 
