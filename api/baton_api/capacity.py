@@ -22,16 +22,16 @@ class SharedCapacity:
         """Units that all tenants have."""
         self._by_tenant: Counter[str] = Counter()
 
-    def held(self, tenant: str) -> int:
+    def used_by(self, tenant: str) -> int:
         return self._by_tenant.get(tenant, 0)
 
     def allowed(self, tenant: str) -> int:
         """Units that the tenant may have now, including those that it has."""
-        return int(TENANT_SHARE * (self.limit - self.used + self.held(tenant)))
+        return int(TENANT_SHARE * (self.limit - self.used + self.used_by(tenant)))
 
     def fits(self, tenant: str, units: int) -> bool:
         """Whether the tenant may have `units` more."""
-        return self.held(tenant) + units <= self.allowed(tenant)
+        return self.used_by(tenant) + units <= self.allowed(tenant)
 
     def add(self, tenant: str, units: int) -> None:
         """Give `units` more to the tenant, without a check; take them back if negative."""

@@ -36,8 +36,8 @@ from baton_batches.storage import Storage
 from baton_batches.values import BatchRecord, BatchStatus, LineResult
 from baton_batches.wire import InputLine, InputSlice, LeaseRenewal, ResultReceipt, RunnerLease, RunnerOrder
 from baton_http.client_connection import ClientConnection, ClientDisconnected
-from baton_http.protocol import count_for
 from baton_http.replies import REQUEST_ID, Receive, Scope, Send, request_id, send_error
+from baton_http.request_cycle import count_for
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from baton_batches.files import FileQuota, NewFile
 from baton_batches.object_store import ObjectWriter, new_key
 from baton_batches.storage import Storage
 from baton_batches.values import StoredFile
-from baton_http.protocol import keep_received
+from baton_http.request_cycle import keep_received
 
 FIELD_LIMIT = 1024
 """Maximum bytes of a field other than the file."""

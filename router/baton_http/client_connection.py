@@ -6,8 +6,8 @@ import asyncio
 from types import TracebackType
 
 from baton_api.errors import BodyTooLarge
-from baton_http.protocol import EXTENSION, WITHOUT_BODY, RequestCycle
 from baton_http.replies import Receive, Scope, Send
+from baton_http.request_cycle import EXTENSION, WITHOUT_BODY, RequestCycle
 from baton_http.upstream import Headers
 
 FLUSH_S = 5.0
@@ -157,6 +157,6 @@ class ClientConnection:
     def _within(self, body: bytes, limit: int) -> bytes:
         if len(body) > limit:
             raise BodyTooLarge(limit)
-        if len(body) > self._cycle.held:  # a middleware has made it longer
-            self._cycle.hold(len(body))
+        if len(body) > self._cycle.memory.used:  # a middleware has made it longer
+            self._cycle.memory.use(len(body))
         return body

@@ -45,8 +45,8 @@ from baton_batches.runner_credentials import RunnerSecret
 from baton_batches.storage import Storage
 from baton_batches.wire import PATH as RUNNERS
 from baton_http.http_client import UpstreamPool
-from baton_http.protocol import count_for
 from baton_http.replies import REQUEST_ID, Receive, Scope, Send, request_id, send_error
+from baton_http.request_cycle import count_for
 from baton_router import service_info
 from baton_router.dashboard.endpoints import DATA_PATHS, LiveDashboard
 from baton_router.engines.heads import WorkerCredentials

@@ -23,7 +23,8 @@ from uvicorn.server import ServerState
 from baton_api import exposure
 from baton_api.capacity import SharedCapacity
 from baton_api.errors import SetupError
-from baton_http.protocol import Acceptor, ConnectionLimits, http_protocol
+from baton_http.acceptor import Acceptor
+from baton_http.protocol import ConnectionLimits, http_protocol
 from baton_http.replies import Receive, Scope, Send
 from baton_router.app import create_app
 from baton_router.settings import RouterSettings

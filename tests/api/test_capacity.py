@@ -43,7 +43,7 @@ def test_law_nothing_exceeds_the_limit_and_a_new_tenant_finds_room(seed: int) ->
             if capacity.fits(tenant, units):
                 capacity.add(tenant, units)
         else:
-            capacity.add(tenant, -min(units, capacity.held(tenant)))
-        assert capacity.used == sum(map(capacity.held, "abcd")) <= limit
+            capacity.add(tenant, -min(units, capacity.used_by(tenant)))
+        assert capacity.used == sum(map(capacity.used_by, "abcd")) <= limit
         assert capacity.allowed("new") == int(TENANT_SHARE * (limit - capacity.used))
         assert limit - capacity.used >= int((1 - TENANT_SHARE) ** 4 * limit)

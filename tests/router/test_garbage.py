@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton_http.protocol import RequestCycle
+from baton_http.request_cycle import RequestCycle
 from baton_router.engines.engine_request import EngineRequest
 from baton_router.requests.inference_request import InferenceRequest
 from tests.router.fake_worker import FakeWorker

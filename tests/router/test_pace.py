@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from baton_http.pace import MINIMUM_RATE, Pace
+from baton_http.flow import MINIMUM_RATE, Pace
 from tests.seeds import seeds
 
 GRACE_S = 60.0

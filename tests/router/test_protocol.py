@@ -21,16 +21,12 @@ from baton_api import metrics
 from baton_api.errors import Overloaded
 from baton_api.headers import REQUEST_ID
 from baton_api.limits import TENANT_SHARE
-from baton_http import protocol
-from baton_http.protocol import (
-    ACCEPTED_AT_ONCE,
-    Acceptor,
-    BoundedHttpProtocol,
-    ConnectionLimits,
-    expect_body,
-    http_protocol,
-)
+from baton_http import acceptor, unwanted
+from baton_http.acceptor import ACCEPTED_AT_ONCE, Acceptor
+from baton_http.flow import READ_AT_ONCE
+from baton_http.protocol import BoundedHttpProtocol, ConnectionLimits, http_protocol
 from baton_http.replies import Receive, Scope, Send, send_json
+from baton_http.request_cycle import expect_body
 from baton_router.server import BACKLOG, bind, new_event_loop
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker, gated, whole_stream
@@ -222,11 +218,11 @@ async def unfinished(router: RunningRouter, size: int, tenant: str) -> asyncio.S
     """A client that has sent `size` bytes of a body but one, or was refused."""
     reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
     memory = router.router.memory
-    before = memory.held(f"tenant:{tenant}")
+    before = memory.used_by(f"tenant:{tenant}")
     writer.write(START + f"authorization: Bearer {tenant}\r\ncontent-length: {size}\r\n\r\n".encode())
     writer.write(b"x" * (size - 1))
     refused = asyncio.ensure_future(reader.readline())
-    await until(lambda: refused.done() or memory.held(f"tenant:{tenant}") == before + size)
+    await until(lambda: refused.done() or memory.used_by(f"tenant:{tenant}") == before + size)
     return writer
 
 
@@ -240,7 +236,7 @@ async def test_unfinished_bodies_have_one_limit_that_tenants_share(tmp_path: Pat
     ):
         memory = router.router.memory
         flood = [await unfinished(router, size, "alice") for _ in range(20)]
-        assert memory.held("tenant:alice") == int(TENANT_SHARE * limit) // size * size
+        assert memory.used_by("tenant:alice") == int(TENANT_SHARE * limit) // size * size
         body = {**QUESTION, "pad": "x" * (size // 2)}
         answer = await router.client.post(CHAT, json=body, headers={"authorization": "Bearer bob"})
         assert answer.status_code == 200
@@ -334,26 +330,26 @@ async def test_body_that_is_read_after_its_client_has_left_holds_no_memory() -> 
 async def test_refusals_come_later_the_more_clients_of_a_tenant_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "REFUSAL_S", 3600.0)
-    monkeypatch.setattr(protocol, "REFUSED_S", 3600.0)
+    monkeypatch.setattr(unwanted, "REFUSAL_S", 3600.0)
+    monkeypatch.setattr(unwanted, "REFUSAL_LIMIT_S", 3600.0)
     size = 100_000
     async with running_router(
         tenants_file=tenants(tmp_path), max_body=size, connection_memory=2 * size, **PATIENT
     ) as router:
         head = START + b"authorization: Bearer %b\r\ncontent-length: %d\r\n\r\n"
-        unwanted = router.server._connections.limits.unwanted
+        refused = router.server._connections.limits.unwanted
         clients = [await asyncio.open_connection("127.0.0.1", router.port) for _ in range(3)]
         clients[0][1].write(head % (b"alice", size))
         await until(lambda: router.router.memory.used == size)
         clients[1][1].write(head % (b"alice", size))
         assert b" 503 " in await clients[1][0].readline()
-        assert unwanted == {"tenant:alice": 1}
+        assert refused == {"tenant:alice": 1}
         clients[2][1].write(head % (b"alice", size))
-        await until(lambda: unwanted == {"tenant:alice": 2})
+        await until(lambda: refused == {"tenant:alice": 2})
         assert statuses(await answer_to(router, head % (b"bob", size))) == [503]
         assert not clients[2][0]._buffer  # type: ignore[attr-defined]
         clients[1][1].transport.abort()
-        await until(lambda: unwanted == {"tenant:alice": 1})
+        await until(lambda: refused == {"tenant:alice": 1})
         for _, writer in clients:
             writer.transport.abort()
 
@@ -421,7 +417,7 @@ async def test_large_bodies_are_read_by_few_connections_at_a_time() -> None:
         count_turns()
         begin.set()
         assert [statuses(await one) for one in asking] == [[200]] * clients
-        assert max(reads.values()) <= protocol.READ_AT_ONCE
+        assert max(reads.values()) <= READ_AT_ONCE
 
 
 NOWHERE = b"POST /v1/nowhere HTTP/1.1\r\nhost: x\r\n"
@@ -445,7 +441,7 @@ async def test_body_behind_its_answer_is_read_to_its_end() -> None:
 
 
 async def test_body_behind_its_answer_is_read_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "DISCARD_S", 3600.0)
+    monkeypatch.setattr(unwanted, "DISCARD_S", 3600.0)
     async with running_router() as router:
         reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
         writer.write(NOWHERE + LENGTH % 1000)
@@ -456,8 +452,15 @@ async def test_body_behind_its_answer_is_read_slowly(monkeypatch: pytest.MonkeyP
         writer.close()
 
 
-async def test_chunks_behind_their_answer_delay_one_read() -> None:
+async def test_chunks_behind_their_answer_delay_one_read(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Counter[str]()
+    read_on = unwanted.UnwantedInput._read_on
+
+    def counted(unwanted_input: unwanted.UnwantedInput) -> None:
+        calls["read on"] += 1
+        read_on(unwanted_input)
+
+    monkeypatch.setattr(unwanted.UnwantedInput, "_read_on", counted)
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
         await send_json(send, 200, b"{}", b"id")
@@ -466,10 +469,6 @@ async def test_chunks_behind_their_answer_delay_one_read() -> None:
         def data_received(self, data: bytes) -> None:
             calls["received"] += 1
             super().data_received(data)
-
-        def _read_on(self) -> None:
-            calls["read on"] += 1
-            super()._read_on()
 
     async with serving(application, Counting) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", port_of(server))
@@ -495,7 +494,7 @@ async def test_endless_body_behind_its_answer_ends_the_connection() -> None:
         writer.write(b"POST /v1/nowhere HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
         sent, chunk = 0, b"100000\r\n" + b"x" * 0x100000 + b"\r\n"
         with pytest.raises(ConnectionError):
-            while sent < 4 * protocol.DISCARDED_LIMIT:
+            while sent < 4 * unwanted.DISCARDED_LIMIT:
                 writer.write(chunk)
                 await writer.drain()
                 sent += len(chunk)
@@ -507,7 +506,7 @@ async def test_endless_body_behind_its_answer_ends_the_connection() -> None:
 async def test_endless_body_is_rejected_and_not_read_on(
     closes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "DISCARDED_LIMIT", 1_000_000)
+    monkeypatch.setattr(unwanted, "DISCARDED_LIMIT", 1_000_000)
     async with FakeWorker() as worker, running_router([worker], max_body=1000) as router:
         reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
         writer.write(START + CLOSE * closes + b"content-length: 100000000\r\n\r\n" + b"x" * 100_000)
@@ -768,7 +767,7 @@ def test_burst_of_clients_is_accepted_in_few_turns(
 async def test_clients_are_accepted_again_once_there_are_descriptors(
     listening: socket.socket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "ACCEPT_RETRY_S", 0.01)
+    monkeypatch.setattr(acceptor, "ACCEPT_RETRY_S", 0.01)
     with closing(connected(listening)) as client, closing(Acceptor(listening, Greeter)):
         with no_more_files():
             await until(lambda: len(caplog.records) >= 2)

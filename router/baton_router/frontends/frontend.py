@@ -23,8 +23,8 @@ from baton_api.metrics import BackgroundTask
 from baton_http.client_connection import ClientConnection, ClientDisconnected
 from baton_http.control_proxy import ControlProxy
 from baton_http.http_client import UpstreamPool
-from baton_http.protocol import count_for
 from baton_http.replies import Receive, Scope, Send, request_id, send_error, send_json
+from baton_http.request_cycle import count_for
 from baton_router.frontends.remote_picker import RemotePicker
 from baton_router.metrics.registry import RouterMetrics, export_families
 from baton_router.proxy import responses

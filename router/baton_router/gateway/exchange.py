@@ -251,7 +251,7 @@ class GatewayExchange:
         """Count `size` more bytes of the body until the stream ends. Raises Overloaded."""
         memory, tenant = self._services.memory, tenant_of(self._scope).id
         if not memory.fits(tenant, size):
-            raise Overloaded(memory.held(tenant), memory.allowed(tenant), what="bytes")
+            raise Overloaded(memory.used_by(tenant), memory.allowed(tenant), what="bytes")
         memory.add(tenant, size)
         self._held += size
 

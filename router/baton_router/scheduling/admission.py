@@ -142,9 +142,9 @@ class QueueCapacity:
         """Raise Overloaded if the tenant has no capacity left."""
         tenant = entry.tenant
         if not self._requests.fits(tenant, 1):
-            raise Overloaded(self._requests.held(tenant), self._requests.allowed(tenant))
+            raise Overloaded(self._requests.used_by(tenant), self._requests.allowed(tenant))
         if not self._bytes.fits(tenant, entry.size):
-            raise Overloaded(self._bytes.held(tenant), self._bytes.allowed(tenant), what="bytes")
+            raise Overloaded(self._bytes.used_by(tenant), self._bytes.allowed(tenant), what="bytes")
 
     def take(self, entry: HasSize) -> None:
         self._requests.add(entry.tenant, 1)

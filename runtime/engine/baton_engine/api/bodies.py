@@ -19,7 +19,7 @@ from baton_api.json_text import check_values
 from baton_engine.api.fields import Fields
 from baton_engine.api.served import Served
 from baton_engine.machine import usable_cores
-from baton_http.protocol import expect_body
+from baton_http.request_cycle import expect_body
 
 Result = TypeVar("Result")
 
