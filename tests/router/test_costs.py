@@ -86,6 +86,28 @@ def test_recursion_equals_the_textbook_least_squares(seed: int) -> None:
         assert line.coefficients == pytest.approx(coefficients, rel=1e-6, abs=1e-9)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_prompts_of_another_length_are_remembered(seed: int) -> None:
+    """After ten minutes of short prompts a long one still costs what it did."""
+    cost, truth, rng = WorkerKind().new_worker(), WorkerKind().new_worker(), random.Random(seed)
+    for number in range(8000):
+        tokens = 512 if number > 200 or number % 2 else 8192
+        cost.learn(tokens, tokens, truth.seconds(tokens, tokens) * rng.uniform(0.8, 1.2))
+    for tokens in (512, 8192):
+        assert cost.seconds(tokens, tokens) == pytest.approx(truth.seconds(tokens, tokens), rel=0.25)
+
+
+def test_changed_times_of_prompts_that_are_all_alike_are_followed() -> None:
+    line = LeastSquares((1.0, 0.0, 0.0))
+    for outcome in (1.0, 3.0):
+        for _ in range(5000):
+            line.learn(1.0, 0.5, 0.1, outcome)
+        assert line.predict(1.0, 0.5, 0.1) == pytest.approx(outcome, rel=0.01)
+    for _ in range(300):
+        line.learn(1.0, 0.5, 0.1, 2.0)
+    assert line.predict(1.0, 0.5, 0.1) == pytest.approx(2.0, rel=0.1)
+
+
 def test_tokens_with_a_long_context_cost_more() -> None:
     cost = WorkerKind().new_worker()
     truth = WorkerKind().new_worker()

@@ -13,7 +13,6 @@ it runs with every first token.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from baton_api.profiles import Profile
@@ -214,7 +213,7 @@ class LeastSquares:
     """
     `outcome = a * x + b * y + c * z`, for inputs of the size of 1.
 
-    The textbook recursion: Haykin, Adaptive Filter Theory, chapter on RLS.
+    The textbook recursion: Haykin, Adaptive Filter Theory, chapter on RLS, with a limit of what it forgets.
     """
 
     __slots__ = ("_variance", "coefficients", "measurements")
@@ -241,15 +240,16 @@ class LeastSquares:
         a, b, c = self.coefficients
         self.coefficients = (a + gain_x * error, b + gain_y * error, c + gain_z * error)
         self.measurements += 1
-        xx = (xx - gain_x * gain_x / spread) / FORGETTING
-        xy = (xy - gain_x * gain_y / spread) / FORGETTING
-        xz = (xz - gain_x * gain_z / spread) / FORGETTING
-        yy = (yy - gain_y * gain_y / spread) / FORGETTING
-        yz = (yz - gain_y * gain_z / spread) / FORGETTING
-        zz = (zz - gain_z * gain_z / spread) / FORGETTING
-        if xx > VARIANCE_LIMIT or yy > VARIANCE_LIMIT or zz > VARIANCE_LIMIT:
-            # Each input is scaled, with its covariances: a matrix whose diagonal alone is cut has negative
-            # variances, and then the fit diverges.
-            x, y, z = (math.sqrt(VARIANCE_LIMIT / max(one, VARIANCE_LIMIT)) for one in (xx, yy, zz))
-            xx, xy, xz, yy, yz, zz = xx * x * x, xy * x * y, xz * x * z, yy * y * y, yz * y * z, zz * z * z
+        known = spread - FORGETTING
+        share, kept = 1 / spread, FORGETTING
+        if known > 0 and (xx > VARIANCE_LIMIT or yy > VARIANCE_LIMIT or zz > VARIANCE_LIMIT):
+            # Forget in the direction of these inputs only (directional forgetting: Kulhavy 1987). Cut in any
+            # other way, the matrix would let their noise change what other inputs cost.
+            share, kept = (FORGETTING - (1 - FORGETTING) / known) / (FORGETTING * (1 + known)), 1.0
+        xx = (xx - gain_x * gain_x * share) / kept
+        xy = (xy - gain_x * gain_y * share) / kept
+        xz = (xz - gain_x * gain_z * share) / kept
+        yy = (yy - gain_y * gain_y * share) / kept
+        yz = (yz - gain_y * gain_z * share) / kept
+        zz = (zz - gain_z * gain_z * share) / kept
         self._variance = (xx, xy, xz, yy, yz, zz)
