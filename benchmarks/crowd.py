@@ -30,6 +30,8 @@ class ReplayedRequest:
     tokens: int = 0
     cached: int = 0
     ok: bool = False
+    token_s: float = 0.0
+    """From one token of the answer to the next, on average; 0 if it was not measured."""
 
 
 class Crowd:

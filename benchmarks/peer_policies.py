@@ -3,6 +3,9 @@ Policies of other routers, simulated before the modeled workers of `replay_insid
 
     python -m benchmarks.peer_policies --workload mooncake_conversation_trace.jsonl --minutes 20 --rates 1 1.4
 
+`--tiers` gives each worker a memory tier, as in `replay_inside`; the precise policies price its blocks as
+their projects do by default. The policy "baton" is the router's own scheduler, as in `replay_inside`.
+
 Each policy sends a request when it arrives, and the workers compute in order of arrival. A policy knows what
 one router sees: its own requests and, for the precise ones, the workers' caches. The rules are those that the
 projects publish, with their defaults or the stated settings; none of their code is used. A worker with the
@@ -13,13 +16,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton_api.workers import Role
-from benchmarks import virtual_time, workloads
+from benchmarks import replay_inside, virtual_time, workloads
 from benchmarks.crowd import ReplayedRequest, play
 from benchmarks.model_worker import BlockCache, ModelWorker, Text, Timing, answer_text, prompt_text, text_of
 from benchmarks.replay import summarize
@@ -42,6 +46,11 @@ class Target:
     """Requests sent to it that it has not finished: their prompts, or their answers if it generates."""
     pending_blocks: int = 0
     """Blocks of prompts that it has not computed."""
+
+    def matched(self, text: Text, tier_weight: float) -> float:
+        """Leading blocks in its pool, and with their weight those that only its tier has."""
+        pool = self.model.cache.matched(text.blocks)
+        return pool + tier_weight * max(0, self.model.tier.matched(text.blocks) - pool)
 
 
 Policy = Callable[[Sequence[Target], Text, random.Random], Target]
@@ -67,14 +76,18 @@ class CacheAware:
 
 
 def weighted_scores(targets: Sequence[Target], text: Text, rng: random.Random) -> Target:
-    """llm-d by default: twice the free queue, twice the free cache, three times the matched share."""
+    """
+    llm-d by default: twice the free queue, twice the free cache, three times the matched share.
+
+    A block of the tier of a worker counts 0.8.
+    """
     queues = [one.model.queued for one in targets]
     spread = max(queues) - min(queues)
 
     def score(one: Target) -> float:
         queue = (max(queues) - one.model.queued) / spread if spread else 1.0
         used = min(1.0, one.pending_blocks / one.model.cache.capacity)
-        match = one.model.cache.matched(text.blocks) / max(1, len(text.blocks))
+        match = one.matched(text, 0.8) / max(1, len(text.blocks))
         return 2 * queue + 2 * (1 - used) + 3 * match
 
     best = max(map(score, targets))
@@ -82,10 +95,14 @@ def weighted_scores(targets: Sequence[Target], text: Text, rng: random.Random) -
 
 
 def block_cost(targets: Sequence[Target], text: Text, rng: random.Random) -> Target:
-    """Dynamo's default cost: blocks that are booked and not yet computed, and this prompt's uncached ones."""
+    """
+    Dynamo's default cost: blocks that are booked and not yet computed, and this prompt's uncached ones.
 
-    def cost(one: Target) -> int:
-        return one.pending_blocks + len(text.blocks) - one.model.cache.matched(text.blocks)
+    A block of the tier of a worker counts 0.75.
+    """
+
+    def cost(one: Target) -> float:
+        return one.pending_blocks + len(text.blocks) - one.matched(text, 0.75)
 
     least = min(map(cost, targets))
     return rng.choice([one for one in targets if cost(one) == least])
@@ -100,6 +117,8 @@ POLICIES: dict[str, Policy] = {
     "weighted scores": weighted_scores,
     "block cost": block_cost,
 }
+
+BATON = "baton"
 
 
 @dataclass(slots=True)
@@ -144,21 +163,30 @@ class Cluster:
         await asyncio.sleep(seconds / self.speed)
 
 
-async def replay(policy: Policy, options: argparse.Namespace, rate: float) -> dict[str, float]:
-    """One policy at one rate, summarized as in `replay`."""
+async def replay(name: str, options: argparse.Namespace, rate: float, tier: int) -> dict[str, float]:
+    """One policy at one rate, summarized as in `replay`; `tier` in blocks."""
     loop = asyncio.get_running_loop()
+    arrivals = workloads.arrivals(options.workload, options.minutes)
+    if name == BATON:
+        roles = replay_inside.roles_of(options.prefill, options.decode)
+        sizes = options.capacity, options.block_tokens, tier
+        return await replay_inside.replay(arrivals, rate, 1.0, roles, *sizes, replay_inside.Faults())
 
     def worker() -> ModelWorker:
-        return ModelWorker(Timing(), options.capacity, options.block_tokens, lambda changed: None)
+        sizes = options.capacity, options.block_tokens
+        return ModelWorker(Timing(), *sizes, lambda changed: None, tier)
 
     tree = TREE_TOKENS // options.block_tokens
     targets = [Target(worker(), BlockCache(tree)) for _ in range(options.prefill or options.decode)]
     decodes = [worker() for _ in range(options.decode)] if options.prefill else []
-    cluster = Cluster(policy, targets, decodes, rate)
-    arrivals = workloads.arrivals(options.workload, options.minutes)
+    cluster = Cluster(POLICIES[name], targets, decodes, rate)
     await play(arrivals, cluster, rate, loop.time, TIMEOUT_S)
     usage = [{"role": Role.PREFILL, "busy_s": one.model.busy_s} for one in targets]
-    return summarize(cluster.requests, usage, loop.time(), 1.0)
+    models = [one.model for one in targets]
+    restored, tokens = sum(one.restored_tokens for one in models), sum(one.prompt_tokens for one in models)
+    return summarize(cluster.requests, usage, loop.time(), 1.0) | {
+        "restored": round(restored / max(1, tokens), 4)
+    }
 
 
 def main() -> None:
@@ -166,16 +194,16 @@ def main() -> None:
     parser.add_argument("--workload", required=True, help="as in `replay_inside`")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0], help="times the workload's own rate")
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=[BATON, *POLICIES])
     parser.add_argument("--prefill", type=int, default=8, help="workers; 0: the decode workers do it all")
     parser.add_argument("--decode", type=int, default=4)
     parser.add_argument("--capacity", type=int, default=2000, help="blocks of each worker")
     parser.add_argument("--block-tokens", type=int, default=512)
+    parser.add_argument("--tiers", type=int, nargs="+", default=[0], help="as in `replay_inside`")
     options = parser.parse_args()
-    for rate in options.rates:
-        for name in options.policies:
-            summary = virtual_time.run(replay(POLICIES[name], options, rate))
-            print(json.dumps({"policy": name, "rate": rate, **summary}), flush=True)
+    for rate, tier, name in itertools.product(options.rates, options.tiers, options.policies):
+        summary = virtual_time.run(replay(name, options, rate, tier * options.capacity))
+        print(json.dumps({"policy": name, "rate": rate, "tier": tier, **summary}), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@ A replay without sockets and without waiting: only the scheduler, with modeled w
 
     python -m benchmarks.replay_inside --workload mooncake_conversation_trace.jsonl --minutes 60
 
+With `--chunk N` the workers compute by passes (`model_passes`): up to N prompt tokens delay the streams of
+their worker. Printed are also the share of requests within two objectives, and gaps between tokens.
+
 An hour passes in seconds and every run is the same, so that decisions can be compared. The cost of
 processes and sockets, and the influence of busy machines, are measured by `replay`. Events can
 be lost (`--lost 0.01`), workers can restart (`--restart-s 60`), and the router's clock can jump
@@ -18,6 +21,7 @@ import json
 import random
 import resource
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +39,7 @@ from baton_router.settings import RouterSettings
 from baton_router.workers.worker import Worker
 from benchmarks import virtual_time, workloads
 from benchmarks.crowd import ReplayedRequest, play
+from benchmarks.model_passes import GAP_S, Chunks, PassWorker
 from benchmarks.model_worker import Changed, ModelWorker, Timing, answer_text, prompt_text, text_of
 from benchmarks.replay import summarize
 from benchmarks.workloads import Arrival, Message
@@ -46,6 +51,10 @@ LOOK_S = 2.0
 TIMEOUT_S = 7200.0
 
 JUMP_EVERY_S = 60.0
+
+TTFT_S = 5.0
+TOKEN_S = 0.05
+"""Objectives: seconds to the first token, and on average from one token of an answer to the next."""
 
 KEPT = 100
 """Batches of events that a worker can send again."""
@@ -76,8 +85,10 @@ class InsideWorker:
         tier: int,
         lost: float,
         clock: Callable[[], float],
+        chunks: Chunks | None,
     ) -> None:
-        """`capacity` and `tier` in blocks; `clock` is the router's."""
+        """`capacity` and `tier` in blocks; `clock` is the router's; `chunks` if it computes by passes."""
+        self._chunks = chunks
         self._clock = clock
         self._timing = timing
         self.role = role
@@ -97,9 +108,12 @@ class InsideWorker:
         self._epoch += 1
         self._sent: list[Sequence[Event]] = []
         self._feed: kv_feed.KvEventFeed | None = None
-        self.model: ModelWorker = ModelWorker(
-            self._timing, self._capacity, self._block_tokens, self._tell, self._tier, self._tell_tier
-        )
+        sizes = self._timing, self._capacity, self._block_tokens
+        self.model: ModelWorker
+        if self._chunks is None:
+            self.model = ModelWorker(*sizes, self._tell, self._tier, self._tell_tier)
+        else:
+            self.model = PassWorker(*sizes, self._tell, self._chunks)
 
     @property
     def load(self) -> Load:
@@ -179,6 +193,7 @@ class Inside:
         tier: int,
         lost: float,
         seed: int,
+        chunks: Chunks | None,
     ) -> None:
         """`scale`: how much faster than modeled the workers are; `speed`: the same for the clients."""
         self._speed = speed
@@ -203,6 +218,7 @@ class Inside:
                 tier,
                 lost,
                 self._now,
+                chunks,
             )
             for seen in self.scheduler.workers.all
         }
@@ -273,12 +289,14 @@ class Inside:
             self.compared.append((placement.expected_cached, done.cached))
             one.wait, one.tokens, one.cached = self._loop.time() - sent, text.tokens, done.cached
             answer = answer_text(text, tokens)
+            first = self._loop.time()
             await decode.generate(text, tokens, lambda count: None)
+            one.token_s = (self._loop.time() - first) / max(1, tokens - 1)
             decode.use(text_of(raw + answer.encode(), decode.block_tokens).blocks)
             one.ok = whole = True
             return answer
         finally:
-            self.scheduler.release(grant, RequestEnd(complete=whole))
+            self.scheduler.release(grant, RequestEnd(complete=whole, tokens=tokens if whole else None))
 
     async def pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds / self._speed)
@@ -294,9 +312,10 @@ async def replay(
     tier: int,
     faults: Faults,
     seed: int = 1,
+    chunks: Chunks | None = None,
 ) -> dict[str, float]:
     loop = asyncio.get_running_loop()
-    inside = Inside(roles, rate * scale, scale, capacity, block_tokens, tier, faults.lost, seed)
+    inside = Inside(roles, rate * scale, scale, capacity, block_tokens, tier, faults.lost, seed, chunks)
     watch = asyncio.create_task(inside.watch(faults))
     began = time.process_time()
     await play(arrivals, inside, rate * scale, loop.time, TIMEOUT_S)
@@ -313,7 +332,39 @@ async def replay(
         "chunks": len(worker_states),
         "memory_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
         "processor_s": round(time.process_time() - began, 1),
+        **goodput(inside.requests, models, scale),
     }
+
+
+def goodput(
+    requests: Sequence[ReplayedRequest], models: Sequence[ModelWorker], scale: float
+) -> dict[str, float]:
+    """Requests within both objectives, and gaps between tokens, if the workers record them."""
+    gaps: Counter[int] = Counter()
+    for model in models:
+        if isinstance(model, PassWorker):
+            gaps.update(model.gaps)
+    if not gaps:
+        return {}
+    ordered, total, passed = sorted(gaps), gaps.total(), 0
+    at: dict[float, float] = {}
+    for gap in ordered:
+        passed += gaps[gap]
+        for share in (0.5, 0.99):
+            if share not in at and passed >= share * total:
+                at[share] = gap * GAP_S * scale
+    good = [one.ok and one.wait * scale <= TTFT_S and one.token_s * scale <= TOKEN_S for one in requests]
+    return {
+        "good": round(sum(good) / len(good), 4),
+        "gap_p50_ms": round(1e3 * at[0.5], 1),
+        "gap_p99_ms": round(1e3 * at[0.99], 1),
+        "gap_max_ms": round(1e3 * ordered[-1] * GAP_S * scale, 1),
+    }
+
+
+def roles_of(prefill: int, decode: int) -> list[Role]:
+    """Of so many workers; without prefill workers all do both."""
+    return [Role.PREFILL] * prefill + [Role.DECODE if prefill else Role.BOTH] * decode
 
 
 def main() -> None:
@@ -331,25 +382,39 @@ def main() -> None:
     parser.add_argument(
         "--tiers", type=int, nargs="+", default=[0], help="sizes of each worker's memory tier, in capacities"
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of the router's choices")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=[1],
+        help="of the router's choices, and of generated workloads",
+    )
     parser.add_argument("--lost", type=float, default=0.0, help="share of the batches of events")
     parser.add_argument("--restart-s", type=float, default=0.0, help="seconds between restarts of workers")
     parser.add_argument("--jump-s", type=float, default=0.0, help="of the router's clock, every minute")
+    parser.add_argument(
+        "--chunk", type=int, default=0, help="most prompt tokens beside streams; 0: no passes"
+    )
+    parser.add_argument(
+        "--hidden",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="whether weights are read during a chunk's arithmetic",
+    )
     options = parser.parse_args()
-    role = Role.DECODE if options.prefill else Role.BOTH
-    roles = [Role.PREFILL] * options.prefill + [role] * options.decode
     for rate, tier, seed in itertools.product(options.rates, options.tiers, options.seeds):
         summary = virtual_time.run(
             replay(
-                workloads.arrivals(options.workload, options.minutes),
+                workloads.arrivals(options.workload, options.minutes, seed),
                 rate,
                 options.scale,
-                roles,
+                roles_of(options.prefill, options.decode),
                 options.capacity,
                 options.block_tokens,
                 tier * options.capacity,
                 Faults(options.lost, options.restart_s, options.jump_s),
                 seed,
+                Chunks(options.chunk, options.hidden) if options.chunk else None,
             )
         )
         print(json.dumps({"rate": rate, "tier": tier, "seed": seed, **summary}), flush=True)

@@ -119,18 +119,72 @@ def unique(rng: random.Random, minutes: float, per_s: float = 40.0) -> Iterator[
         yield Arrival(at_s, session)
 
 
+LONG_PROMPTS = 8192, 64
+LONG_ANSWERS = 512, 1024
+"""Tokens of the prompt and of the answer."""
+
+LONG_PROMPTS_PER_S = 2.0
+LONG_ANSWERS_PER_S = 8.0
+
+FLIP_S = 600.0
+
+
+def _independent(at_s: float, number: int, sizes: tuple[int, int]) -> Arrival:
+    prompt, answer = sizes
+    text = 4 * prompt - len("</user>")  # a template's end, as in `model_worker.prompt_text`
+
+    async def session(asking: Asking) -> None:
+        await asking.ask([user(words(number, prompt)[:text])], answer)
+
+    return Arrival(at_s, session)
+
+
+def long_prompts(rng: random.Random, minutes: float) -> Iterator[Arrival]:
+    """Prompts of 8,192 tokens with answers of 64."""
+    for number, at_s in enumerate(_poisson(rng, minutes, LONG_PROMPTS_PER_S)):
+        yield _independent(at_s, number, LONG_PROMPTS)
+
+
+def long_answers(rng: random.Random, minutes: float) -> Iterator[Arrival]:
+    """Prompts of 512 tokens with answers of 1,024."""
+    for number, at_s in enumerate(_poisson(rng, minutes, LONG_ANSWERS_PER_S)):
+        yield _independent(at_s, number, LONG_ANSWERS)
+
+
+def mixed(rng: random.Random, minutes: float) -> Iterator[Arrival]:
+    """Both of them, each half as often."""
+    per_s = LONG_PROMPTS_PER_S + LONG_ANSWERS_PER_S
+    for number, at_s in enumerate(_poisson(rng, minutes, per_s / 2)):
+        yield _independent(
+            at_s, number, LONG_PROMPTS if per_s * rng.random() < LONG_PROMPTS_PER_S else LONG_ANSWERS
+        )
+
+
+def flipping(rng: random.Random, minutes: float) -> Iterator[Arrival]:
+    """Long prompts and long answers in turn, changing every ten minutes, at first after five."""
+    for number, at_s in enumerate(_poisson(rng, minutes, LONG_ANSWERS_PER_S)):
+        if int(at_s / FLIP_S + 0.5) % 2:
+            yield _independent(at_s, number, LONG_ANSWERS)
+        elif LONG_ANSWERS_PER_S * rng.random() < LONG_PROMPTS_PER_S:
+            yield _independent(at_s, number, LONG_PROMPTS)
+
+
 GENERATED: dict[str, Callable[[random.Random, float], Iterator[Arrival]]] = {
     "system_prompts": system_prompts,
     "chats": chats,
     "trees": trees,
     "unique": unique,
+    "long_prompts": long_prompts,
+    "long_answers": long_answers,
+    "mixed": mixed,
+    "flipping": flipping,
 }
 
 
-def arrivals(name: str, minutes: float) -> Iterator[Arrival]:
+def arrivals(name: str, minutes: float, seed: int = 1) -> Iterator[Arrival]:
     """One of `GENERATED`, or a Mooncake trace by its path."""
     generator = GENERATED.get(name)
-    return generator(random.Random(1), minutes) if generator else mooncake(Path(name), minutes)
+    return generator(random.Random(seed), minutes) if generator else mooncake(Path(name), minutes)
 
 
 def _poisson(rng: random.Random, minutes: float, per_s: float) -> Iterator[float]:
