@@ -80,7 +80,7 @@ async def test_adapter_missing_on_the_prefill_worker(
         adapter = loaded(decode.model, root / "pirate")
         request = dataclasses.replace(pair.request(PROMPT, max_tokens=9), adapter=adapter)
         outputs = await decode.generate(request)
-        assert (outputs[0].relay, request.fallback) == (None, Fallback.REJECTED)
+        assert (outputs[0].relay, outputs[0].fallback) == (None, Fallback.REJECTED)
         assert tokens(outputs) == tokens(
             await ask(pair, loaded(one_worker.model, root / "pirate"), side=one_worker)
         )

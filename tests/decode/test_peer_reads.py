@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -298,8 +299,7 @@ async def test_peer_read_of_another_salt_finds_nothing() -> None:
     """A tenant's blocks have other hashes, so a prompt of another one does not name them."""
     async with open_pair(slow_side(), peers=True) as pair:
         prompt = await first_turn(pair)
-        request = pair.request(prompt)
-        request.salt = "tenant"
+        request = dataclasses.replace(pair.request(prompt), salt="tenant")
         assert tokens(await pair.decode.generate(request)) == answer(prompt)
         assert (reads(pair), pair.prefill.now.totals.prompt_tokens_cached) == ({}, 0)
 

@@ -87,8 +87,8 @@ async def test_prefill_workers_invalid_address_falls_back(address: str) -> None:
         outputs = await pair.decode.generate(request)
         assert tokens(outputs) == EXPECTED
         assert pair.prefills.outcomes == {"unreachable": 1}
-        assert request.fallback == "unreachable"
-        report = report_of(request, outputs[0])
+        assert outputs[0].fallback == "unreachable"
+        report = report_of(len(PROMPT), outputs[0])
         assert report is not None and PromptReport.decode(report.encode()) is not None
         assert report.compute_s < TIMEOUT_S
 

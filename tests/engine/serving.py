@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import threading
 import time
@@ -204,23 +205,13 @@ def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple((seed * 31 + position * (seed + 7) + position * position) % 97 for position in range(length))
 
 
+REQUEST_FIELDS = {field.name for field in dataclasses.fields(Request)} - {"id", "prompt", "sampling"}
+
+
 def request_of(
     name: str, length: int = 10, *, seed: int = 0, prompt: tuple[int, ...] | None = None, **fields: Any
 ) -> Request:
     """Greedy and 8 tokens by default; sampling fields and request fields may be mixed."""
-    own = {
-        field: fields.pop(field)
-        for field in (
-            "salt",
-            "tenant",
-            "patient",
-            "remote",
-            "cached_prefix",
-            "export",
-            "prediction",
-            "matcher",
-        )
-        if field in fields
-    }
+    own = {name: fields.pop(name) for name in REQUEST_FIELDS & fields.keys()}
     sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **fields})
     return Request(name, prompt if prompt is not None else prompt_of(length, seed), sampling, **own)

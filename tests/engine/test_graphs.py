@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,11 +90,13 @@ def test_graph_engine_replays_passes_with_drafts(count: int) -> None:
     """Tokens of a draft are rows of a captured pass. Those of 5 requests do not always fit one of 16 rows."""
     with Graphs(speculation_tokens=8, clock=itertools.count().__next__) as serving:
         requests = [request_of(f"r{number}", 5, seed=number, max_tokens=30) for number in range(count)]
-        for request in requests:
-            request.prediction = tuple(serving.reference(request)[:20])
         expected = [serving.reference(request) for request in requests]
+        predicted = [
+            replace(request, prediction=tuple(answer[:20]))
+            for request, answer in zip(requests, expected, strict=True)
+        ]
         before = serving.model.passes
-        assert serving.run(*requests) == expected
+        assert serving.run(*predicted) == expected
         totals = serving.engine.snapshot().totals
         assert totals.accepted_tokens > 10 * count
         plain = serving.model.passes - before - 1  # without that of the prompts

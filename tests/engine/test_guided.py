@@ -43,9 +43,8 @@ def serving_of(**how: Any) -> Serving:
 def guided(name: str, pattern: str, *, thinking: Thinking | None = None, **fields: Any) -> Request:
     constraint = Constraint("regex", pattern)
     usual: dict[str, Any] = {"max_tokens": 60, "stop_ids": ENDS, "constraint": constraint}
-    request = request_of(name, **{**usual, "thinking": thinking, **fields})
-    request.matcher = GRAMMARS.matcher(constraint, thinking)
-    return request
+    matcher = GRAMMARS.matcher(constraint, thinking)
+    return request_of(name, **{**usual, "thinking": thinking, **fields}, matcher=matcher)
 
 
 def text_of(serving: Serving, name: str) -> str:
@@ -167,9 +166,9 @@ def test_guided_thought_is_cut_at_its_budget() -> None:
 def test_guided_thought_budget_without_constraint_frees_the_rest() -> None:
     with serving_of() as serving:
         thinking = Thinking((THINK,), (SPEAK,), budget=2)
-        request = request_of("q", max_tokens=12, thinking=thinking, logit_bias=((THINK, 50.0),))
-        request.matcher = GRAMMARS.matcher(None, thinking)
-        serving.submit(request)
+        matcher = GRAMMARS.matcher(None, thinking)
+        bias = ((THINK, 50.0),)
+        serving.submit(request_of("q", max_tokens=12, thinking=thinking, logit_bias=bias, matcher=matcher))
         tokens = serving.tokens("q")
         assert (tokens[0], tokens[3]) == (THINK, SPEAK)
         assert serving.ended("q").finish is FinishReason.LENGTH
@@ -261,8 +260,7 @@ FAILING = {
 def test_guided_failing_matcher_ends_only_its_request(case: str) -> None:
     matcher, kind = FAILING[case]
     with serving_of() as serving:
-        broken, free = request_of("broken"), request_of("free", seed=2)
-        broken.matcher = matcher
+        broken, free = request_of("broken", matcher=matcher), request_of("free", seed=2)
         expected = serving.reference(request_of("free", seed=2))
         serving.submit(broken, free)
         last = serving.ended("broken")

@@ -19,7 +19,7 @@ from baton_engine.engine import Engine
 from baton_engine.kv.block_pool import BlockPool
 from baton_engine.kv.events import Change, KvEvents, KvSnapshot, Removed, Stored, events_of
 from baton_engine.kv.publisher import KvPublisher
-from baton_engine.requests import Request
+from baton_engine.requests import Output, Request
 from baton_engine.scheduling.limits import EngineLimits
 from tests.engine.fake_model import FakeModel, make_cache
 
@@ -316,22 +316,24 @@ def test_kv_snapshot_equals_the_events_before_it(seed: int) -> None:
 
 def test_kv_events_include_generated_tokens() -> None:
     heard = Heard()
+    outputs: list[Output] = []
     engine = Engine(
-        FakeModel(), make_cache(24, SIZE), EngineLimits(max_model_len=64), on_outputs=lambda outputs: None,
+        FakeModel(), make_cache(24, SIZE), EngineLimits(max_model_len=64), on_outputs=outputs.extend,
         kv_events=KvEvents(heard),
     )  # fmt: skip
     request = Request("r", tuple(range(3, 9)), SamplingParams(temperature=0.0, max_tokens=8))
     engine.start()
     try:
         engine.submit(request)
-        while not (len(request.output) == 8 and engine.snapshot().running == 0):
+        while not (outputs and outputs[-1].finish and engine.snapshot().running == 0):
             engine.kv_snapshot().result(300)
     finally:
         engine.stop()
     stored_changes = [change for batch in heard.batches for change in batch if isinstance(change, Stored)]
     tokens = [token for change in stored_changes for token in change.tokens]
-    assert tokens == [*request.prompt, *request.output][: len(tokens)] and len(tokens) == 12
-    assert request.tail == stored_changes[0].name
+    answer = [choice.token for output in outputs for choice in output.tokens]
+    assert tokens == [*request.prompt, *answer][: len(tokens)] and len(tokens) == 12
+    assert [output.tail for output in outputs] == [stored_changes[0].name, *[b""] * 7]
 
 
 def test_without_events_there_is_no_snapshot() -> None:

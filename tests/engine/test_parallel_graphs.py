@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -103,8 +104,7 @@ def test_parallel_graphs_replay_passes_with_drafts() -> None:
     with ParallelServing(speculation_tokens=8, clock=itertools.count().__next__) as serving:
         request = request_of("r", 5, max_tokens=30)
         expected = serving.reference(request)
-        request.prediction = tuple(expected)
-        assert serving.run(request) == [expected]
+        assert serving.run(replace(request, prediction=tuple(expected))) == [expected]
         assert serving.engine.snapshot().totals.accepted_tokens > 10
         assert isinstance(serving.graphs, GraphModel)
         own, other = serving.replays

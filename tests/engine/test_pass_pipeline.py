@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -57,10 +58,12 @@ def test_overlap_gives_way_to_drafts_that_pay(count: int, graphs: bool) -> None:
         requests = [
             request_of(f"r{number}", 3 + number, seed=number, max_tokens=30) for number in range(count)
         ]
-        for request in requests:
-            answer = serving.reference(request)
-            request.prediction = (*answer[:24], *range(60, 70))  # drafts are right, then wrong, then none
-        assert serving.run(*requests) == [serving.reference(request) for request in requests]
+        answers = [serving.reference(request) for request in requests]
+        predicted = [  # drafts are right, then wrong, then none
+            replace(request, prediction=(*answer[:24], *range(60, 70)))
+            for request, answer in zip(requests, answers, strict=True)
+        ]
+        assert serving.run(*predicted) == answers
         serving.at_rest()
         totals = serving.engine.snapshot().totals
         assert totals.draft_tokens > totals.accepted_tokens > 4 * count

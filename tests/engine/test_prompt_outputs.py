@@ -26,9 +26,7 @@ def scored(
 
 
 def pooled(name: str, prompt: tuple[int, ...], pooling: Pooling) -> Request:
-    request = request_of(name, prompt=prompt)
-    request.pooling = pooling
-    return request
+    return request_of(name, prompt=prompt, pooling=pooling)
 
 
 def logits_of(model: FakeModel, prompt: abc.Sequence[int]) -> torch.Tensor:

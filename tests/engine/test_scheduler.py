@@ -40,9 +40,9 @@ class Books:
             self.scheduler.end(sequence)
         for sequence, tokens in [*((sequence, 1) for sequence in plan.decodes), *plan.prefills]:
             self.scheduler.advance(sequence, tokens)
-            if sequence.request.pending == 0:
-                sequence.request.output.append(1)
-                if len(sequence.request.output) == sequence.request.sampling.max_tokens:
+            if sequence.pending == 0:
+                sequence.output.append(1)
+                if len(sequence.output) == sequence.request.sampling.max_tokens:
                     self.scheduler.end(sequence)
         return plan
 
@@ -154,7 +154,7 @@ def test_scheduler_retracts_the_request_that_loses_least(
     """Each has filled its blocks to the last slot (or computes its prompt), and no block is left."""
     books = Books(chunk_tokens=32)
     for index, (row, length, drawn) in enumerate(rows):
-        books.add(row, length, seed=index, max_tokens=100).request.output += [1] * drawn
+        books.add(row, length, seed=index, max_tokens=100).output += [1] * drawn
     books.step()
     books.pool.allocate(books.pool.available)
     plan = books.scheduler.plan()
@@ -173,15 +173,15 @@ def test_scheduler_retracted_request_resumes_first_with_output() -> None:
     assert books.retracted == ["a"]
     retracted = next(iter(books.scheduler.waiting))
     assert retracted.request.id == "a"
-    output = list(retracted.request.output)
+    output = list(retracted.output)
     assert output
-    assert retracted.request.computed == 0
+    assert retracted.computed == 0
     while retracted.stage is Stage.WAITING:
         books.step()
-    assert retracted.request.output[: len(output)] == output
+    assert retracted.output[: len(output)] == output
     while books.scheduler.running or books.scheduler.waiting:
         books.step()
-    assert len(retracted.request.output) == 12
+    assert len(retracted.output) == 12
     assert books.pool.available == books.pool.capacity
 
 
@@ -204,7 +204,7 @@ def test_scheduler_patient_requests_come_last_in_queue_and_pass() -> None:
 def test_scheduler_patient_request_gives_way_to_others(name: str, sizes: dict[str, int]) -> None:
     books = Books(chunk_tokens=32, **sizes)
     longest = books.add("longest", 8, patient=True, max_tokens=6)
-    longest.request.output += [1] * 2
+    longest.output += [1] * 2
     books.add("first", 7, seed=1, max_tokens=4)
     books.add("patient", 8, seed=2, patient=True, max_tokens=6)
     books.step()  # the first one's prompt
@@ -250,7 +250,7 @@ def test_scheduler_request_never_yields_to_a_patient_one() -> None:
 
 def test_scheduler_retracts_patient_requests_first() -> None:
     books = Books(chunk_tokens=32)
-    books.add("patient", 6, seed=1, patient=True, max_tokens=100).request.output += [1] * 2
+    books.add("patient", 6, seed=1, patient=True, max_tokens=100).output += [1] * 2
     books.step()
     books.add("a", 8, max_tokens=100)
     books.step()
@@ -267,7 +267,7 @@ def test_scheduler_request_larger_than_the_cache_is_outgrown() -> None:
         plan = books.step()
     assert plan.outgrown == [sequence]
     assert books.retracted == []
-    assert len(sequence.request.output) == 5  # 12 tokens are cached, and one more was drawn
+    assert len(sequence.output) == 5  # 12 tokens are cached, and one more was drawn
     assert books.pool.available == 3
 
 
@@ -324,12 +324,11 @@ def test_scheduler_random_load_finishes_and_frees_all_blocks(seed: int) -> None:
             if sequence.decoding and sequence not in plan.decodes
         ]
         assert all(
-            len(sequence.request.output) == 1 or sequence.request.computed == sequence.capacity
-            for sequence in decodes
+            len(sequence.output) == 1 or sequence.computed == sequence.capacity for sequence in decodes
         ) or (plan.prefills)
         assert sum(tokens for _, tokens in plan.prefills) <= max(books.scheduler.limits.chunk_tokens, SIZE)
         assert len(books.scheduler.running) <= books.scheduler.limits.max_running
-        users = [block for sequence in sequences for block in sequence.request.blocks]
+        users = [block for sequence in sequences for block in sequence.blocks]
         assert books.pool.owned == len(set(users))
         held = list(books.scheduler.held.values())
         if held and chance.random() < 0.3:
@@ -338,7 +337,7 @@ def test_scheduler_random_load_finishes_and_frees_all_blocks(seed: int) -> None:
             break
     for sequence in sequences:
         assert sequence.stage is Stage.ENDED
-        assert len(sequence.request.output) == sequence.request.sampling.max_tokens
+        assert len(sequence.output) == sequence.request.sampling.max_tokens
     assert books.pool.available == books.pool.capacity
 
 

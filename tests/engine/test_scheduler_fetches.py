@@ -58,8 +58,8 @@ def test_fetch_names_the_prompt_and_all_missing_blocks() -> None:
     books = remote_books()
     books.add("cached", 9, max_tokens=1, salt="tenant")
     books.step()
-    sequence = books.add("remote", 18, remote=REMOTE, salt="tenant", tenant="a", temperature=0.5)
-    sequence.request.trace = "00-trace"
+    fields: dict[str, Any] = {"salt": "tenant", "tenant": "a", "trace": "00-trace"}
+    sequence = books.add("remote", 18, remote=REMOTE, temperature=0.5, **fields)
     plan = books.step()
     assert (plan.fetches, plan.admitted, shape(plan)) == ([sequence], [], ([], []))
     assert plan.changed
@@ -68,7 +68,7 @@ def test_fetch_names_the_prompt_and_all_missing_blocks() -> None:
         tokens=prompt_of(18),
         start_block=2,
         parent=sequence.hashes[1],
-        blocks=tuple(sequence.request.blocks[2:]),
+        blocks=tuple(sequence.blocks[2:]),
         sampling=SamplingParams(temperature=0.5, max_tokens=8),
         salt="tenant",
         trace="00-trace",
@@ -81,7 +81,7 @@ def test_fetch_names_the_prompt_and_all_missing_blocks() -> None:
         [],
     )
     assert books.pool.pinned == 3
-    assert (sequence.request.cached_tokens, sequence.local_tokens, sequence.admissions) == (8, 8, 1)
+    assert (sequence.cached_tokens, sequence.local_tokens, sequence.admissions) == (8, 8, 1)
 
 
 @pytest.mark.parametrize(("length", "fetched"), [(4, False), (5, True)])
@@ -152,10 +152,10 @@ def test_fetched_whole_publishes_and_joins_the_batch() -> None:
     sequence, fetch = fetching(books)
     assert books.scheduler.fetched(sequence, len(fetch.blocks), frozenset())
     assert (sequence.stage, sequence.fetch, books.scheduler.fetching) == (Stage.ENDED, None, {})
-    assert (sequence.request.computed, sequence.published) == (18, 4)
+    assert (sequence.computed, sequence.published) == (18, 4)
     assert books.pool.pinned == 0
-    assert books.pool.match(sequence.hashes) == sequence.request.blocks[:4]
-    sequence.request.output.append(1)
+    assert books.pool.match(sequence.hashes) == sequence.blocks[:4]
+    sequence.output.append(1)
     books.scheduler.join(sequence)
     assert (sequence.stage, books.scheduler.running) == (Stage.RUNNING, [sequence])
     assert shape(books.step()) == (["remote"], [])
@@ -185,12 +185,12 @@ def test_fetched_in_part_keeps_the_good_prefix(
     assert books.pool.quarantined == len(unsafe)
     assert books.pool.pinned == 0
     books.scheduler.requeue(sequence)
-    assert (sequence.stage, sequence.fetchable, sequence.request.computed) == (Stage.WAITING, False, 0)
+    assert (sequence.stage, sequence.fetchable, sequence.computed) == (Stage.WAITING, False, 0)
     assert books.pool.owned == 0
     plan = books.step()
     assert plan.fetches == []
     assert shape(plan) == ([], [("remote", min(16, 18 - good * SIZE))])
-    assert sequence.request.cached_tokens == 0, "a readmission changes no usage"
+    assert sequence.cached_tokens == 0, "a readmission changes no usage"
     books.pool.settle(list(risky))
     while books.scheduler.running:
         books.step()
@@ -203,8 +203,8 @@ def test_fetched_after_cached_prefix_counts_from_its_start() -> None:
     books.step()
     sequence, _ = fetching(books)
     assert not books.scheduler.fetched(sequence, 1, frozenset())
-    assert sequence.request.computed == 12
-    assert books.pool.match(sequence.hashes) == sequence.request.blocks[:3]
+    assert sequence.computed == 12
+    assert books.pool.match(sequence.hashes) == sequence.blocks[:3]
 
 
 def test_end_while_fetching_keeps_blocks_until_fetched() -> None:
@@ -229,7 +229,7 @@ def test_lone_request_waits_while_a_fetch_holds_blocks() -> None:
     for _ in range(12):
         plan = books.step()
         assert (plan.outgrown, plan.starved, plan.retracted) == ([], [], [])
-    assert lone.request.computed == lone.capacity == 12
+    assert lone.computed == lone.capacity == 12
     books.scheduler.fetched(sequence, len(fetch.blocks), frozenset())
     books.scheduler.end(sequence)
     assert shape(books.step()) == (["alone"], [])
@@ -355,9 +355,9 @@ def test_cached_prefix_is_read_from_the_first_missing_block() -> None:
     assert (plan.fetches, plan.admitted, plan.prefills) == ([sequence], [], [])
     fetch = sequence.fetch
     assert fetch is not None
-    assert (fetch.start_block, fetch.blocks) == (2, tuple(sequence.request.blocks[2:4]))
+    assert (fetch.start_block, fetch.blocks) == (2, tuple(sequence.blocks[2:4]))
     assert (fetch.within_s, prefix.asked) == (5.0, [(2, 2.0)]), "8 tokens at 4 tokens a second"
-    assert (books.pool.pinned, len(sequence.request.blocks)) == (2, 6)
+    assert (books.pool.pinned, len(sequence.blocks)) == (2, 6)
 
 
 def test_cached_prefix_ends_before_the_last_token() -> None:
@@ -407,10 +407,10 @@ def test_prompt_that_a_tier_may_have_retracts_nothing_before_the_pass_has_room_f
 def test_cached_prefix_that_was_read_is_computed_from_there() -> None:
     """The prompt keeps its blocks: nothing can evict them between the read and the computation."""
     books, sequence, _ = reading(Prefix(4))
-    blocks = list(sequence.request.blocks)
+    blocks = list(sequence.blocks)
     assert books.scheduler.fetched(sequence, 2, frozenset())
     books.scheduler.join(sequence)
-    assert (sequence.request.blocks, books.pool.pinned) == (blocks, 6)
+    assert (sequence.blocks, books.pool.pinned) == (blocks, 6)
     assert shape(books.step()) == ([], [("read", 6)])
     assert sequence.stage is Stage.HELD
     books.scheduler.end(sequence)

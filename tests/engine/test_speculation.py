@@ -11,6 +11,7 @@ import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -92,15 +93,13 @@ def requests_of(seed: int) -> list[Request]:
         prompt = prompt_of(numbers.randrange(1, 40), seed + number)
         if numbers.random() < 0.5:
             prompt = tuple(numbers.choices(FEW, k=len(prompt)))
-        request = request_of(kind, prompt=prompt, **{**usual, **sampling})
         if numbers.random() < 0.5:
-            request.prediction = tuple(numbers.choices(FEW, k=30))
+            usual["prediction"] = tuple(numbers.choices(FEW, k=30))
         if number % 4 == 1:
-            request.adapter = ADAPTER
-        requests.append(request)
-    constrained = request_of("constrained", 9, seed=seed, temperature=1.0, allowed_ids=FEW, max_tokens=40)
-    constrained.matcher = matcher_of()
-    return [*requests, constrained]
+            usual["adapter"] = ADAPTER
+        requests.append(request_of(kind, prompt=prompt, **{**usual, **sampling}))
+    constrained: dict[str, Any] = {"temperature": 1.0, "allowed_ids": FEW, "max_tokens": 40}
+    return [*requests, request_of("constrained", 9, seed=seed, **constrained, matcher=matcher_of())]
 
 
 def matcher_of() -> GrammarMatcher:
@@ -181,8 +180,7 @@ def test_speculation_retracts_no_request() -> None:
 
 def test_speculation_next_turn_finds_verified_tokens_only() -> None:
     """The fake model reads tokens and positions from the cache: a rejected token there would be found."""
-    request = request_of("a", 10, max_tokens=30, allowed_ids=FEW)
-    request.prediction = FEW * 6
+    request = request_of("a", 10, max_tokens=30, allowed_ids=FEW, prediction=FEW * 6)
     with drafting(12) as serving:
         answer = tuple(serving.run(request)[0])
         totals = serving.engine.snapshot().totals
@@ -196,8 +194,7 @@ def test_speculation_predicted_answer_takes_few_passes() -> None:
     request = request_of("a", 10, max_tokens=40)
     with drafting(16) as serving:
         answer = serving.reference(request)
-        request.prediction = tuple(answer)
-        assert serving.run(request) == [answer]
+        assert serving.run(replace(request, prediction=tuple(answer))) == [answer]
         assert serving.model.passes <= 7  # the prompt, then 1, 2, 4, 8, 16 tokens and the rest
         totals = serving.engine.snapshot().totals
         assert totals.draft_tokens == totals.accepted_tokens
@@ -236,8 +233,8 @@ def test_speculation_bad_draft_does_not_end_a_request() -> None:
     request = request_of("a", 10, max_tokens=12)
     answer = model.greedy(request.prompt, 12)
     model.nan_on = next(token for token in range(97) if token not in (*answer, *request.prompt))
-    request.prediction = (*answer[:5], model.nan_on, *answer[6:])
-    outputs, serving = serve([request], 4, model=model)
+    drafted = replace(request, prediction=(*answer[:5], model.nan_on, *answer[6:]))
+    outputs, serving = serve([drafted], 4, model=model)
     assert [tokens[0].token for tokens, *_ in outputs["a"]] == answer
     assert serving.engine.snapshot().totals.drafts > 1
 
@@ -245,9 +242,8 @@ def test_speculation_bad_draft_does_not_end_a_request() -> None:
 def test_speculation_bad_logits_end_their_request_only() -> None:
     model = FakeModel()
     requests = [request_of(f"{n}", 10, seed=n, max_tokens=12) for n in range(3)]
-    for request in requests:
-        request.prediction = tuple(model.greedy(request.prompt, 12))
-    answers = [request.prediction for request in requests]
+    answers = [tuple(model.greedy(request.prompt, 12)) for request in requests]
+    requests = [replace(one, prediction=answer) for one, answer in zip(requests, answers, strict=True)]
     model.nan_on = next(token for token in answers[1][4:] if all(token not in answers[n] for n in (0, 2)))
     outputs, _ = serve(requests, 4, model=model)
     last = outputs["1"][-1]
@@ -264,8 +260,7 @@ def test_speculation_of_a_fetched_prompt_is_that_of_a_local_one() -> None:
         prefiller = Prefiller(serving)
         request = request_of("a", 11, max_tokens=30, remote=prefiller)
         answer = serving.reference(request)
-        request.prediction = tuple(answer)
-        serving.submit(request)
+        serving.submit(replace(request, prediction=tuple(answer)))
         prefiller.succeed(prefiller.fetch())
         assert serving.tokens("a") == answer
         assert serving.engine.snapshot().totals.accepted_tokens > 0
@@ -338,8 +333,7 @@ def test_speculation_of_many_sequences_is_off(count: int) -> None:
     """They all begin and end together."""
     requests = [request_of(f"{n}", 4, seed=n, max_tokens=20) for n in range(count)]
     with drafting(8, blocks=600, max_running=65, chunk_tokens=512) as serving:
-        for request in requests:
-            request.prediction = tuple(serving.reference(request))
+        requests = [replace(one, prediction=tuple(serving.reference(one))) for one in requests]
         serving.model.stops_at = 1
         serving.submit(*requests)
         serving.model.resume()
@@ -352,8 +346,7 @@ def test_speculation_of_many_sequences_is_off(count: int) -> None:
 def test_speculation_passes_have_a_largest_size(draft: Callable[[], FakeModel] | None) -> None:
     model = FakeModel()
     requests = [request_of(f"{n}", 4, seed=n, max_tokens=60) for n in range(30)]
-    for request in requests:
-        request.prediction = tuple(model.greedy(request.prompt, 60))
+    requests = [replace(one, prediction=tuple(model.greedy(one.prompt, 60))) for one in requests]
     with drafting(
         16, model, draft=draft and draft(), blocks=700, max_running=30, chunk_tokens=512
     ) as serving:

@@ -450,15 +450,15 @@ class Engine:
         elif source is not request.remote:
             self._after_read(sequence, fetch, fetched)
         elif fetched.first is not None and complete:
-            request.cached_tokens, request.peer_tokens = fetched.cached_tokens, fetched.peer_tokens
-            request.tier_tokens = fetched.tier_tokens
+            sequence.cached_tokens, sequence.peer_tokens = fetched.cached_tokens, fetched.peer_tokens
+            sequence.tier_tokens = fetched.tier_tokens
             before = fetch.start_block * self._cache.block_size
             self._counters.totals.prompt_tokens_remote += len(request.prompt) - before
             self._counters.add_generated(1)
             self._scheduler.join(sequence)
             self._lifecycle.add_token(sequence, fetched.first, relay=fetched.relay)
         else:
-            reason = request.fallback = fetched.reason or Fallback.TRANSFER_FAILED
+            reason = sequence.fallback = fetched.reason or Fallback.TRANSFER_FAILED
             log.warning(
                 "Request %s is computed locally: %s", fetched.request_id, reason, extra=log_fields(sequence)
             )
@@ -471,19 +471,19 @@ class Engine:
         if fetched.reason:
             fields = log_fields(sequence)
             log.warning("Request %s computes what is cached: %s", request.id, fetched.reason, extra=fields)
-        tokens = max(0, request.computed - fetch.start_block * size)
+        tokens = max(0, sequence.computed - fetch.start_block * size)
         source = sequence.source
         if source is request.cached_prefix:
             self._counters.add_peer_read(fetched, tokens, len(fetch.blocks) * size)
         elif isinstance(source, TierPrefix):
             self._counters.add_restore(source.name, fetched, tokens)
-        if request.blocks and not sequence.readmitted:
-            request.cached_tokens = request.computed
+        if sequence.blocks and not sequence.readmitted:
+            sequence.cached_tokens = sequence.computed
             if source is request.cached_prefix:
-                request.peer_tokens = tokens
+                sequence.peer_tokens = tokens
             elif isinstance(source, TierPrefix) and tokens:
-                request.tier_tokens += ((source.name, tokens),)
-        if not request.blocks:  # a read of some blocks has not ended
+                sequence.tier_tokens += ((source.name, tokens),)
+        if not sequence.blocks:  # a read of some blocks has not ended
             self._scheduler.requeue(sequence)
         elif self._scheduler.fetch_more(sequence):
             self._start_fetch(sequence, counted=True)
@@ -512,7 +512,7 @@ class Engine:
     # --- Failures ---
 
     def _starvation(self, sequence: Sequence) -> BatonError:
-        needed, pool = sequence.blocks_for(sequence.request.length), self._pool
+        needed, pool = sequence.blocks_for(sequence.length), self._pool
         return NotReady(
             f"The request needs {needed} KV blocks, but {pool.quarantined} of {pool.capacity} are "
             "quarantined until their transfers end. Try again later."

@@ -127,7 +127,7 @@ class PassFailures:
         if drafted := [chunk.sequence for chunk in chunks if chunk.draft]:
             for sequence in drafted:
                 sequence.speculates = False
-                scheduler.trim(sequence, sequence.request.length)
+                scheduler.trim(sequence, sequence.length)
             return True
         prompt_tokens = sum(chunk.tokens for chunk in chunks if not chunk.is_decode)
         # An encoder's prompt cannot be divided.

@@ -56,11 +56,11 @@ class ScheduledChunk(NamedTuple):
 def schedule(sequence: Sequence, tokens: int, draft: tuple[int, ...] = ()) -> ScheduledChunk:
     """Return the chunk of the next `tokens` pending tokens. Only a generating sequence has a draft."""
     request, output = sequence.request, sequence.prompt_output
-    last, generates = tokens == request.pending, request.generates
+    last, generates = tokens == sequence.pending, request.generates
     skipped = output_tokens = 0
     if output is not None:
-        skipped = max(0, output.next_position - request.computed)
-        output_tokens = max(0, min(tokens, output.end - request.computed) - skipped)
+        skipped = max(0, output.next_position - sequence.computed)
+        output_tokens = max(0, min(tokens, output.end - sequence.computed) - skipped)
     return ScheduledChunk(
         sequence,
         tokens,
@@ -136,10 +136,10 @@ def _update_prompt_outputs(model: Model, chunks: list[ScheduledChunk], hidden: T
 def row_of(chunk: ScheduledChunk, *, ahead: bool = False) -> BatchRow:
     """Return the row of a chunk. `ahead`: its token is on the device, and will be the sequence's next one."""
     sequence = chunk.sequence
-    start = sequence.request.length if ahead else sequence.request.computed
+    start = sequence.length if ahead else sequence.computed
     tokens = (0,) if ahead else sequence.tokens(start, start + chunk.tokens)
     if chunk.draft:
         tokens = [*tokens, *chunk.draft]
     request, table = sequence.request, sequence.table
     adapter = None if request.adapter is None else request.adapter.weights
-    return BatchRow(tokens, start, request.blocks, chunk.wanted, table=table, adapter=adapter)
+    return BatchRow(tokens, start, sequence.blocks, chunk.wanted, table=table, adapter=adapter)

@@ -104,7 +104,7 @@ class Lifecycle:
     ) -> None:
         """Report a token sampled by this engine or by a prefill worker; it may end the request."""
         request = sequence.request
-        request.output.append(choice.token)
+        sequence.output.append(choice.token)
         try:
             sequence.sampling_state.push(choice.token)
         except Exception as error:  # an error of one request's matcher must not end the other requests
@@ -113,18 +113,20 @@ class Lifecycle:
             self.end(sequence, FinishReason.ERROR, client_error)
             return
         finish = self._finish_reason(sequence, choice.token)
-        stop_id = choice.token if choice.token in request.sampling.stop_ids else None
+        first = len(sequence.output) == 1
         self._outputs.append(
             Output(
                 request.id,
                 (choice,),
                 finish,
-                stop_id,
-                request.cached_tokens,
-                request.peer_tokens,
-                request.tier_tokens,
+                stop_id=choice.token if choice.token in request.sampling.stop_ids else None,
+                cached_tokens=sequence.cached_tokens,
+                peer_tokens=sequence.peer_tokens,
+                tier_tokens=sequence.tier_tokens,
+                tail=sequence.tail if first else b"",
+                fallback=sequence.fallback if first else "",
                 relay=relay,
-                timing=self._timing(sequence) if relay is None and len(request.output) == 1 else None,
+                timing=self._timing(sequence) if first and relay is None else None,
                 prompt_output=prompt_output,
             )
         )
@@ -136,14 +138,14 @@ class Lifecycle:
         request = sequence.request
         finish = FinishReason.LENGTH if request.pooling is None else FinishReason.STOP
         self._outputs.append(
-            Output(request.id, finish=finish, cached_tokens=request.cached_tokens, prompt_output=result)
+            Output(request.id, finish=finish, cached_tokens=sequence.cached_tokens, prompt_output=result)
         )
         self._leave(sequence, finish)
 
     def end(self, sequence: Sequence, finish: FinishReason, error: Exception | None = None) -> None:
         request = sequence.request
         self._outputs.append(
-            Output(request.id, finish=finish, cached_tokens=request.cached_tokens, error=error)
+            Output(request.id, finish=finish, cached_tokens=sequence.cached_tokens, error=error)
         )
         self._leave(sequence, finish)
 
@@ -152,10 +154,9 @@ class Lifecycle:
         sequence = self._sequences.get(request_id)
         if sequence is None or sequence.cancelled:
             return
-        request = sequence.request
         if sequence.stage is not Stage.HELD:
             self._outputs.append(
-                Output(request_id, finish=FinishReason.ABORT, cached_tokens=request.cached_tokens)
+                Output(request_id, finish=FinishReason.ABORT, cached_tokens=sequence.cached_tokens)
             )
         self._leave(sequence, FinishReason.ABORT, hold=False)
 
@@ -193,8 +194,8 @@ class Lifecycle:
         if token in request.sampling.stop_ids or (mask is not None and mask.finished):
             return FinishReason.STOP
         if (
-            len(request.output) >= request.sampling.max_tokens
-            or request.length >= self._scheduler.limits.max_model_len
+            len(sequence.output) >= request.sampling.max_tokens
+            or sequence.length >= self._scheduler.limits.max_model_len
             or request.export is not None  # another worker generates the rest
         ):
             return FinishReason.LENGTH
@@ -260,7 +261,7 @@ class PassResults:
         assert request.export is not None
         try:
             event = written or self._cache.streams.record()
-            request.export.computed(request.id, request.computed, request.blocks, event)
+            request.export.computed(request.id, sequence.computed, sequence.blocks, event)
         except Exception:
             log.exception("Cannot announce the blocks of request %s.", request.id, extra=log_fields(sequence))
             self._lifecycle.end(sequence, FinishReason.ERROR, InternalError())

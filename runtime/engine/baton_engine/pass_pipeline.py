@@ -221,8 +221,8 @@ class PassPipeline:
         """Return whether the next token ends the sequence, whatever it is."""
         request = sequence.request
         return (
-            len(request.output) + 1 >= request.sampling.max_tokens
-            or request.length + 1 >= self._scheduler.limits.max_model_len
+            len(sequence.output) + 1 >= request.sampling.max_tokens
+            or sequence.length + 1 >= self._scheduler.limits.max_model_len
             or request.export is not None
         )
 

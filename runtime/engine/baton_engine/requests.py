@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -144,6 +144,13 @@ class Output:
     """Those of `cached_tokens` that the worker that computed the rest read from another worker."""
     tier_tokens: TierTokens = ()
     """Those of `cached_tokens` that it restored, by tier."""
+    tail: bytes = b""
+    """With the first token: chain hash of the prompt's last full block; empty without one."""
+    fallback: str = ""
+    """
+    With the first token: why `Request.remote` did not fetch the prompt, mostly a value of
+    `baton_api.prompt_report.Fallback`; else empty.
+    """
     error: Exception | None = None
     """With `FinishReason.ERROR`: a BatonError for the client."""
     relay: RelayRecord | None = None
@@ -293,9 +300,9 @@ class Export(Protocol):
         ...
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence, from submission to the end. Only the engine's thread changes it."""
+    """What is asked of the engine: one sequence. `scheduling.sequence.Sequence` is what it knows of it."""
 
     id: str
     prompt: tuple[int, ...]
@@ -327,21 +334,6 @@ class Request:
     """Not together with `remote`."""
     export: Export | None = None
     """If set, `max_tokens` is 1 and the blocks are held after the end until `Engine.release`."""
-    output: list[int] = field(default_factory=list)
-    """Tokens sampled so far."""
-    computed: int = 0
-    """Tokens of prompt + output whose KV is in `blocks`."""
-    blocks: list[int] = field(default_factory=list)
-    cached_tokens: int = 0
-    peer_tokens: int = 0
-    """Those of `cached_tokens` that came from another worker's cache: `cached_prefix`."""
-    tier_tokens: TierTokens = ()
-    """Those of `cached_tokens` that were restored, by tier."""
-    tail: bytes = b""
-    """Chain hash of the prompt's last full block; empty without one, or before the engine computed it."""
-    fallback: str = ""
-    """Why `remote` did not fetch the prompt, mostly a value of `baton_api.prompt_report.Fallback`; else
-    empty."""
 
     @property
     def root(self) -> bytes:
@@ -357,13 +349,3 @@ class Request:
     def wants_prompt_output(self) -> bool:
         """Whether the request wants a vector or logprobs of its prompt."""
         return self.pooling is not None or self.sampling.prompt_logprobs is not None
-
-    @property
-    def length(self) -> int:
-        """Prompt and output tokens so far."""
-        return len(self.prompt) + len(self.output)
-
-    @property
-    def pending(self) -> int:
-        """Tokens whose KV is not computed yet: first the prompt, then one at a time."""
-        return self.length - self.computed

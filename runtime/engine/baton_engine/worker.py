@@ -162,9 +162,9 @@ class Worker:
     async def warm_up(self) -> None:
         """Serve a request, so that a ready worker has served one. Raises SetupError if it fails."""
         prompt = (self.tokenizer.bos_id or 0,) * (BLOCK_SIZE + 1)
-        request = Request(f"warm-up-{self.epoch}", prompt, SamplingParams(temperature=0.0, max_tokens=1))
-        if self.encoder is not None:
-            request.pooling = Pooling.CLS
+        sampling = SamplingParams(temperature=0.0, max_tokens=1)
+        pooling = None if self.encoder is None else Pooling.CLS
+        request = Request(f"warm-up-{self.epoch}", prompt, sampling, pooling=pooling)
         tokens = 0
         async for output in self.client.generate(request):
             tokens += len(output.tokens) + (output.prompt_output is not None)

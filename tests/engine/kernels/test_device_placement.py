@@ -234,8 +234,7 @@ def test_prompt_outputs_wait_for_their_results_only(device: FakeDevice) -> None:
     output.update(torch.zeros(8, 64, device=GPU), lambda states: torch.zeros(len(states), 97, device=GPU))
     assert set(device.waits) == {"prompt_outputs.py update: _to_copy from cuda"}
     device.waits.clear()
-    request.pooling = Pooling.MEAN
-    pooled = prompt_output_of(request)
+    pooled = prompt_output_of(request_of("r1", 9, pooling=Pooling.MEAN))
     assert pooled is not None
     pooled.update(torch.zeros(9, 64, device=GPU), lambda states: states)
     assert device.waits == []

@@ -228,7 +228,7 @@ class Choices:
             return
         now = time.monotonic()
         if choice.last_token is None:
-            exchange.report = exchange.report or report_of(choice.request, output)
+            exchange.report = exchange.report or report_of(len(choice.request.prompt), output)
             if choice.index % self._work.parameters.n == 0:
                 exchange.cached_tokens += output.cached_tokens
             if self._served.settings.cache_report and self._work.resumption is None:
@@ -266,10 +266,10 @@ def _transcript(served: Served, work: Work) -> Transcript:
     return Transcript(served.tokenizer, work.parameters, work.reader(), work.marks, work.prediction)
 
 
-def report_of(request: Request, output: Output) -> PromptReport | None:
-    """Create the report of a prompt from the output with its first token."""
-    tokens, relay, timing = len(request.prompt), output.relay, output.timing
-    tail = f"{block_number(request.tail):016x}" if request.tail else ""
+def report_of(tokens: int, output: Output) -> PromptReport | None:
+    """Create the report of a prompt of `tokens` tokens from the output with its first token."""
+    relay, timing = output.relay, output.timing
+    tail = f"{block_number(output.tail):016x}" if output.tail else ""
     if relay is not None:
         return PromptReport(
             tokens=tokens,
@@ -292,7 +292,7 @@ def report_of(request: Request, output: Output) -> PromptReport | None:
         transfer_s=0.0,
         remote=False,
         tail=tail,
-        fallback=request.fallback if request.fallback.isidentifier() else "",
+        fallback=output.fallback if output.fallback.isidentifier() else "",
     )
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from baton_api.errors import AdapterNotFound, BatonError, InternalError
-from baton_api.sampling import SamplingParams
 from baton_engine.adapters import AdapterRegistry
 from baton_engine.api.served import OtherProcesses, Served
 from baton_engine.client import AsyncEngine
@@ -296,13 +295,13 @@ class RemoteSink:
             return
         self._begun = True
         connection.send_tokens()  # this request's last token may be among them
-        connection.send(outcome(self._number, self.request, output))
+        connection.send(outcome(self._number, output, self.request.step_summary))
         if output.finish is not None:
             connection.forget(self._number)
 
 
-def outcome(number: int, request: Request, output: Output) -> Outcome:
-    """`output` as a message."""
+def outcome(number: int, output: Output, summary: StepSummary | None = None) -> Outcome:
+    """`output` as a message, with the summary if it is the last one of its request."""
     scores = output.prompt_output
     return Outcome(
         number,
@@ -316,9 +315,9 @@ def outcome(number: int, request: Request, output: Output) -> Outcome:
         relay=output.relay,
         timing=output.timing,
         scores=PackedLogprobs.of(scores) if isinstance(scores, PromptLogprobs) else None,
-        tail=request.tail,
-        fallback=request.fallback,
-        summary=None if output.finish is None else request.step_summary,
+        tail=output.tail,
+        fallback=output.fallback,
+        summary=None if output.finish is None else summary,
     )
 
 
@@ -328,6 +327,4 @@ def remote_error(error: Exception) -> RemoteError:
 
 def rejection(number: int, error: Exception) -> Outcome:
     """The end of a request that the engine has not accepted."""
-    request = Request("", (), SamplingParams())
-    failed = Output("", finish=FinishReason.ERROR, error=error)
-    return outcome(number, request, failed)
+    return outcome(number, Output("", finish=FinishReason.ERROR, error=error))

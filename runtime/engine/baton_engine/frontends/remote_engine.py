@@ -200,7 +200,6 @@ class RemoteEngine(EngineClient):
         self._settle(number, error)
         if request is None:
             return
-        request.tail, request.fallback = message.tail or request.tail, message.fallback
         if message.summary is not None and request.step_summary is not None:
             for name in ("arrived", "first_chunk", "prompt", "decode"):
                 setattr(request.step_summary, name, getattr(message.summary, name))
@@ -212,6 +211,8 @@ class RemoteEngine(EngineClient):
             cached_tokens=message.cached_tokens,
             peer_tokens=message.peer_tokens,
             tier_tokens=message.tier_tokens,
+            tail=message.tail,
+            fallback=message.fallback,
             error=error,
             relay=message.relay,
             timing=message.timing,

@@ -299,8 +299,8 @@ class EngineCounters:
             queued=len(waiting) + arriving,
             fetching=len(scheduler.fetching),
             held=len(scheduler.held),
-            queued_tokens=sum(sequence.request.pending for sequence in waiting)
-            + sum(sequence.request.pending for sequence in running if not sequence.decoding),
+            queued_tokens=sum(sequence.pending for sequence in waiting)
+            + sum(sequence.pending for sequence in running if not sequence.decoding),
             block_size=scheduler.block_size,
             total_blocks=pool.capacity,
             free_blocks=pool.free,

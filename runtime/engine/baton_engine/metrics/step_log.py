@@ -30,7 +30,7 @@ class BatchLog:
                 "#running-req: %d, #queue-req: %d",
                 len(plan.prefills),
                 sum(tokens for _, tokens in plan.prefills),
-                sum(sequence.request.cached_tokens for sequence in plan.admitted),
+                sum(sequence.cached_tokens for sequence in plan.admitted),
                 _usage(scheduler),
                 len(plan.decodes),
                 len(scheduler.waiting),
@@ -47,7 +47,7 @@ class BatchLog:
                 "Decode batch. #running-req: %d, #token: %d, token usage: %.2f, "
                 "gen throughput (token/s): %.2f, #queue-req: %d",
                 len(plan.decodes),
-                sum(sequence.request.length for sequence in plan.decodes),
+                sum(sequence.length for sequence in plan.decodes),
                 _usage(scheduler),
                 self._tokens / max(now - self._since, 1e-9),
                 len(scheduler.waiting),

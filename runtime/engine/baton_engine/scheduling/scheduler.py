@@ -147,7 +147,7 @@ class Scheduler:
 
         Returns False, and adds none, if blocks are missing, or a plan might admit another sequence.
         """
-        growing = [sequence for sequence in sequences if sequence.request.length == sequence.capacity]
+        growing = [sequence for sequence in sequences if sequence.length == sequence.capacity]
         if len(growing) > self.pool.available or (self.waiting and not self._still_refused()):
             return False
         for sequence in growing:
@@ -177,10 +177,10 @@ class Scheduler:
 
         Adds available blocks, but retracts no other sequence for them. Call `trim` after the pass.
         """
-        missing = sequence.blocks_for(sequence.request.length + tokens) - len(sequence.request.blocks)
+        missing = sequence.blocks_for(sequence.length + tokens) - len(sequence.blocks)
         if missing > 0:
             sequence.grow(self.pool.allocate(min(missing, self.pool.available)))
-        return min(tokens, sequence.capacity - sequence.request.length)
+        return min(tokens, sequence.capacity - sequence.length)
 
     def trim(self, sequence: Sequence, tokens: int) -> None:
         """Release the blocks after the first `tokens` tokens, which were reserved for draft tokens."""
@@ -190,12 +190,12 @@ class Scheduler:
     def advance(self, sequence: Sequence, tokens: int) -> None:
         """Count `tokens` computed tokens, and publish complete blocks."""
         request = sequence.request
-        request.computed += tokens
+        sequence.computed += tokens
         size, events = self.block_size, self.kv_events
         adapter = "" if request.adapter is None else request.adapter.name
-        for index in range(sequence.published, request.computed // size):
+        for index in range(sequence.published, sequence.computed // size):
             name, parent = sequence.block_hash(index), sequence.parent(index)
-            if self.pool.publish(request.blocks[index], name, parent) and events is not None:
+            if self.pool.publish(sequence.blocks[index], name, parent) and events is not None:
                 events.stored(name, parent, sequence.tokens(index * size, (index + 1) * size), adapter)
             sequence.published = index + 1
 
@@ -214,8 +214,8 @@ class Scheduler:
         good = 0
         while good < arrived and fetch.blocks[good] not in unsafe:
             good += 1
-        computed = min((fetch.start_block + good) * self.block_size, sequence.request.length)
-        self.advance(sequence, computed - sequence.request.computed)
+        computed = min((fetch.start_block + good) * self.block_size, sequence.length)
+        self.advance(sequence, computed - sequence.computed)
         if unsafe:
             blocks = sequence.drop_blocks()
             self.pool.quarantine([block for block in blocks if block in unsafe])
@@ -224,8 +224,7 @@ class Scheduler:
 
     def fetch_more(self, sequence: Sequence) -> bool:
         """Begin a fetch of what a tier or another worker has after the blocks that were fetched."""
-        request = sequence.request
-        planned = self._fetch_of(sequence, sequence.published, request.pending)
+        planned = self._fetch_of(sequence, sequence.published, sequence.pending)
         if planned is not None:
             self._begin_fetch(sequence, planned)
         return planned is not None
@@ -233,7 +232,7 @@ class Scheduler:
     def join(self, sequence: Sequence) -> None:
         """Add a sequence to the batch whose blocks were fetched. It keeps them."""
         if sequence.request.export is not None:
-            self.pool.pin(sequence.request.blocks)
+            self.pool.pin(sequence.blocks)
         sequence.stage = Stage.RUNNING
         self.running.append(sequence)
 
@@ -270,7 +269,7 @@ class Scheduler:
             case Stage.ENDED:  # after `fetched`
                 exported = False  # nothing was announced
         if exported:
-            self.pool.unpin(sequence.request.blocks)
+            self.pool.unpin(sequence.blocks)
         sequence.stage = Stage.ENDED
         self.pool.release(sequence.drop_blocks())
 
@@ -292,7 +291,7 @@ class Scheduler:
 
     def _plan_decodes(self, plan: StepPlan) -> None:
         decodes = [sequence for sequence in self.running if sequence.decoding]
-        growing = [sequence for sequence in decodes if sequence.request.computed == sequence.capacity]
+        growing = [sequence for sequence in decodes if sequence.computed == sequence.capacity]
         if growing:
             if len(growing) > self.pool.available:
                 stuck = self._free_blocks(plan, growing)
@@ -376,7 +375,7 @@ class Scheduler:
             if budget <= 0:
                 break
             if sequence.request.patient == patient and not sequence.decoding:
-                tokens = min(sequence.request.pending, budget)
+                tokens = min(sequence.pending, budget)
                 plan.prefills.append((sequence, tokens))
                 budget -= tokens
         return budget
@@ -401,11 +400,11 @@ class Scheduler:
             if state == self._refused:
                 return budget
             prefix = self.pool.match(sequence.hashes[: sequence.cacheable // size])
-            missing = request.length - len(prefix) * size
+            missing = sequence.length - len(prefix) * size
             fetch = self._fetch_of(sequence, len(prefix), missing)
             if (budget <= 0 and fetch is None) or (self.limits.whole_prompts and missing > budget):
                 return budget
-            needed = sequence.blocks_for(request.length) - len(prefix)
+            needed = sequence.blocks_for(sequence.length) - len(prefix)
             if needed + self.pool.unused(prefix) + reserve > self.pool.available:
                 if self._make_way(plan, sequence, batch):
                     continue
@@ -422,24 +421,23 @@ class Scheduler:
                 plan.fetches.append(sequence)
                 continue
             if request.export is not None:
-                self.pool.pin(request.blocks)
+                self.pool.pin(sequence.blocks)
             sequence.stage = Stage.RUNNING
             self.running.append(sequence)
             plan.admitted.append(sequence)
-            tokens = min(request.pending, budget)
+            tokens = min(sequence.pending, budget)
             plan.prefills.append((sequence, tokens))
             budget -= tokens
         return budget
 
     def _place(self, sequence: Sequence, prefix: list[int], needed: int) -> None:
-        request = sequence.request
         self.pool.take(prefix)
         sequence.grow([*prefix, *self.pool.allocate(needed)])
         sequence.published = len(prefix)
-        request.computed = len(prefix) * self.block_size
+        sequence.computed = len(prefix) * self.block_size
         sequence.admissions += 1
         if not sequence.readmitted:
-            sequence.local_tokens = request.cached_tokens = request.computed
+            sequence.local_tokens = sequence.cached_tokens = sequence.computed
 
     def _reads(self, sequence: Sequence) -> bool:
         """Whether a tier or another worker may have blocks of the sequence."""
@@ -465,7 +463,7 @@ class Scheduler:
                         return restored
         if sequence.fetchable and missing > self.limits.local_prefill_tokens:
             assert request.remote is not None
-            return FetchPlan(request.remote, "", sequence.blocks_for(request.length), math.inf)
+            return FetchPlan(request.remote, "", sequence.blocks_for(sequence.length), math.inf)
         if sequence.prompt_output is not None or PEER in sequence.tried:
             return None
         return self._read_of(sequence, request.cached_prefix, prefix)
@@ -492,7 +490,7 @@ class Scheduler:
             tokens=request.prompt,
             start_block=start,
             parent=sequence.parent(start),
-            blocks=tuple(request.blocks[start : planned.end]),
+            blocks=tuple(sequence.blocks[start : planned.end]),
             sampling=request.sampling,
             salt=request.salt,
             trace=request.trace,
@@ -508,4 +506,4 @@ class Scheduler:
 def _loss(sequence: Sequence) -> tuple[bool, int, int]:
     """Return a sort key of the loss by a retraction: patient sequences first, then the least output."""
     request = sequence.request
-    return not request.patient, len(request.output), -len(request.prompt)
+    return not request.patient, len(sequence.output), -len(request.prompt)

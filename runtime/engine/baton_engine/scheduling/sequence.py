@@ -1,8 +1,8 @@
 """
-The engine's state of a request: its stage, its chain of block hashes, and its row of the block table.
+The engine's state of a request: its output, its blocks and their hashes, its stage.
 
-`Request` is the interface to callers; `Sequence` adds the state of the engine's thread. State that grows with
-the context is updated incrementally, so that the cost of a decode step does not depend on the length.
+Only the engine's thread changes it. State that grows with the context is updated incrementally, so that the
+cost of a decode step does not depend on the length.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from baton_api.hashing import block_hashes, chain_hash
 from baton_engine.prompt_lookup import Lookup
-from baton_engine.requests import Fetch, RemotePrefill, Request
+from baton_engine.requests import Fetch, RemotePrefill, Request, TierTokens
 from baton_engine.sampling.prompt_outputs import prompt_output_of
 from baton_engine.sampling.state import SamplingState
 
@@ -62,14 +62,20 @@ class Sequence:
         "admitted_at",
         "arrived_at",
         "block_size",
+        "blocks",
+        "cached_tokens",
         "cancelled",
         "capacity",
+        "computed",
         "draft_state",
+        "fallback",
         "fetch",
         "fetchable",
         "hashes",
         "local_tokens",
         "lookup",
+        "output",
+        "peer_tokens",
         "prompt_output",
         "published",
         "request",
@@ -79,6 +85,7 @@ class Sequence:
         "speculates",
         "stage",
         "table",
+        "tier_tokens",
         "tried",
     )
 
@@ -89,11 +96,15 @@ class Sequence:
         hashes = request.hashes
         self.hashes = block_hashes(request.prompt, block_size, self.root) if hashes is None else list(hashes)
         """Hashes of all full blocks whose tokens are known."""
-        request.tail = self.hashes[-1] if self.hashes else b""
+        self.output: list[int] = []
+        """Tokens sampled so far."""
+        self.computed = 0
+        """Tokens of prompt + output whose KV is in `blocks`."""
+        self.blocks: list[int] = []
         self.published = 0
         """Number of leading blocks that are published, or have published duplicates."""
         self.table: NDArray[np.int32] = np.zeros(table_blocks, dtype=np.int32)
-        """Block ids of the request, with space for its maximum length."""
+        """`blocks`, with space for the request's maximum length."""
         self.capacity = 0
         """Number of tokens that its blocks can store."""
         self.stage = Stage.WAITING
@@ -103,6 +114,14 @@ class Sequence:
         """Time of the first admission; both times are by the engine's clock."""
         self.local_tokens = 0
         """Prompt tokens in this worker's prefix cache at the first admission."""
+        self.cached_tokens = 0
+        """Prompt tokens that no worker computed for this request."""
+        self.peer_tokens = 0
+        """Those of `cached_tokens` that came from another worker's cache."""
+        self.tier_tokens: TierTokens = ()
+        """Those of `cached_tokens` that were restored, by tier."""
+        self.fallback = ""
+        """`Output.fallback`."""
         self.prompt_output = prompt_output_of(request)
         """Pending output of the prompt, if requested."""
         self.fetchable = request.remote is not None and self.prompt_output is None
@@ -123,6 +142,22 @@ class Sequence:
         self.sampling_state = SamplingState(request.sampling, request.prompt, request.matcher)
 
     @property
+    def length(self) -> int:
+        """Prompt and output tokens so far."""
+        return len(self.request.prompt) + len(self.output)
+
+    @property
+    def pending(self) -> int:
+        """Tokens whose KV is not computed yet: first the prompt, then one at a time."""
+        return self.length - self.computed
+
+    @property
+    def tail(self) -> bytes:
+        """`Output.tail`."""
+        blocks = len(self.request.prompt) // self.block_size
+        return self.hashes[blocks - 1] if blocks else b""
+
+    @property
     def readmitted(self) -> bool:
         """Whether the sequence was admitted again after a retraction or a failed fetch."""
         return self.admissions > 1
@@ -130,8 +165,7 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """Whether only the last sampled token is pending. Such sequences take part in every pass."""
-        request = self.request
-        return bool(request.output) and request.pending == 1
+        return bool(self.output) and self.pending == 1
 
     @property
     def cacheable(self) -> int:
@@ -141,7 +175,7 @@ class Sequence:
         The last token must be computed, because its logits are needed, and so must positions that the prompt
         output has not processed.
         """
-        last = self.request.length - 1
+        last = self.length - 1
         return last if self.prompt_output is None else min(last, self.prompt_output.next_position)
 
     @property
@@ -154,37 +188,34 @@ class Sequence:
 
     def grow(self, blocks: abc.Sequence[int]) -> None:
         """Append allocated blocks."""
-        table_blocks = self.request.blocks
-        self.table[len(table_blocks) : len(table_blocks) + len(blocks)] = blocks
-        table_blocks.extend(blocks)
-        self.capacity = len(table_blocks) * self.block_size
+        self.table[len(self.blocks) : len(self.blocks) + len(blocks)] = blocks
+        self.blocks.extend(blocks)
+        self.capacity = len(self.blocks) * self.block_size
 
     def trim(self, tokens: int) -> list[int]:
         """Remove and return the blocks after the first `tokens` tokens. The caller releases the blocks."""
         count = self.blocks_for(tokens)
-        blocks = self.request.blocks[count:]
-        del self.request.blocks[count:]
+        blocks = self.blocks[count:]
+        del self.blocks[count:]
         self.capacity = count * self.block_size
         return blocks
 
     def drop_blocks(self) -> list[int]:
         """Remove and return all blocks, and reset the computed tokens. The caller releases the blocks."""
-        blocks = self.request.blocks
-        self.request.blocks = []
-        self.request.computed = 0
+        blocks, self.blocks = self.blocks, []
+        self.computed = 0
         self.published = 0
         self.capacity = 0
         return blocks
 
     def tokens(self, start: int, stop: int) -> abc.Sequence[int]:
         """Return tokens `start` to `stop` of prompt and output."""
-        request = self.request
-        length = len(request.prompt)
+        prompt, length = self.request.prompt, len(self.request.prompt)
         if stop <= length:
-            return request.prompt[start:stop]
+            return prompt[start:stop]
         if start >= length:
-            return request.output[start - length : stop - length]
-        return [*request.prompt[start:], *request.output[: stop - length]]
+            return self.output[start - length : stop - length]
+        return [*prompt[start:], *self.output[: stop - length]]
 
     def block_hash(self, index: int) -> bytes:
         """Return the chain hash of a full block. Hashes new blocks if necessary."""

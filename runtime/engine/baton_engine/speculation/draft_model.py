@@ -83,14 +83,14 @@ class DraftModel:
                     if len(drafts[sequence]) < counts[sequence]:
                         growing.append(sequence)
             rows = [
-                _row(sequence, drafts[sequence][-1:], sequence.request.length + len(drafts[sequence]) - 1, 1)
+                _row(sequence, drafts[sequence][-1:], sequence.length + len(drafts[sequence]) - 1, 1)
                 for sequence in growing
             ]
             live = list(zip(growing, self._forward(rows), strict=True)) if rows else []
         done = {sequence: tuple(draft) for sequence, draft in drafts.items() if draft}
         for sequence, draft in done.items():
             state = _state(sequence)
-            state.start, state.draft = sequence.request.length, draft
+            state.start, state.draft = sequence.length, draft
         return done
 
     def _catch_up(self, wanted: abc.Sequence[tuple[Sequence, int]]) -> list[tuple[Sequence, Tensor]]:
@@ -98,9 +98,9 @@ class DraftModel:
         rows: dict[Sequence, BatchRow] = {}
         left, written = CATCH_UP_TOKENS, set[int]()
         for sequence, _ in wanted:
-            state, length, size = _state(sequence), sequence.request.length, self._cache.block_size
+            state, length, size = _state(sequence), sequence.length, self._cache.block_size
             tokens = sequence.tokens(state.filled, min(length, state.filled + left))
-            blocks = sequence.request.blocks[state.filled // size : -(-length // size)]
+            blocks = sequence.blocks[state.filled // size : -(-length // size)]
             # Sequences with the same prefix share blocks: the others find them filled in the next step.
             if tokens and written.isdisjoint(blocks):
                 left -= len(tokens)
@@ -132,8 +132,8 @@ class DraftModel:
 
     def _find(self, sequence: Sequence, state: DraftState) -> None:
         """Find leading blocks that the draft model filled for an earlier sequence."""
-        size, blocks = self._cache.block_size, sequence.request.blocks
-        for index in range(state.filled // size, (sequence.request.length - 1) // size):
+        size, blocks = self._cache.block_size, sequence.blocks
+        for index in range(state.filled // size, (sequence.length - 1) // size):
             if self._owners[blocks[index]] != sequence.block_hash(index):
                 break
             state.filled = (index + 1) * size
@@ -142,11 +142,11 @@ class DraftModel:
         """Record that the KV of the first `tokens` tokens was computed."""
         size = self._cache.block_size
         for index in range(state.filled // size, tokens // size):
-            self._owners[sequence.request.blocks[index]] = sequence.block_hash(index)
+            self._owners[sequence.blocks[index]] = sequence.block_hash(index)
         state.filled = tokens
 
     def _judge(self, sequence: Sequence, state: DraftState) -> None:
-        actual = sequence.tokens(state.start, min(sequence.request.length, state.start + len(state.draft)))
+        actual = sequence.tokens(state.start, min(sequence.length, state.start + len(state.draft)))
         pairs = zip(actual, state.draft, strict=False)
         accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         for hit in (True,) * accepted + (False,) * (accepted < len(actual)):
@@ -161,4 +161,4 @@ def _state(sequence: Sequence) -> DraftState:
 
 
 def _row(sequence: Sequence, tokens: abc.Sequence[int], start: int, wanted: int) -> BatchRow:
-    return BatchRow(tokens, start, sequence.request.blocks, wanted, table=sequence.table)
+    return BatchRow(tokens, start, sequence.blocks, wanted, table=sequence.table)

@@ -100,7 +100,7 @@ class Speculator:
         """Release the blocks of draft tokens that are not part of an answer."""
         for chunk in chunks:
             if chunk.draft:
-                self._scheduler.trim(chunk.sequence, chunk.sequence.request.computed)
+                self._scheduler.trim(chunk.sequence, chunk.sequence.computed)
 
     def _modeled(
         self, decodes: abc.Sequence[Sequence], draft_model: DraftModel
@@ -124,15 +124,15 @@ class Speculator:
             self._draft_model, drafts = None, {}
         for sequence, _ in wanted:
             if sequence not in drafts:
-                self._scheduler.trim(sequence, sequence.request.length)
+                self._scheduler.trim(sequence, sequence.length)
         return drafts
 
     def _limit(self, sequence: Sequence) -> int:
         """Return the maximum length of a draft, at least 0."""
         request = sequence.request
         left = min(
-            request.sampling.max_tokens - len(request.output),
-            self._scheduler.limits.max_model_len - request.length,
+            request.sampling.max_tokens - len(sequence.output),
+            self._scheduler.limits.max_model_len - sequence.length,
         )
         # A pass also samples the token after the draft.
         return max(0, min(self._tokens, left - 1)) if sequence.speculates else 0
@@ -146,7 +146,7 @@ class Speculator:
                 continue
             if sequence.lookup is None:
                 sequence.lookup = Lookup(request.prompt, request.prediction, self._rates)
-            sequence.lookup.follow(request.output)
+            sequence.lookup.follow(sequence.output)
             if draft := sequence.lookup.propose(most):
                 proposals.append((sequence, draft, sequence.lookup.chances(len(draft))))
         return proposals
@@ -188,5 +188,5 @@ def _accepts(chunk: ScheduledChunk, ahead: int) -> bool:
         ahead < len(chunk.draft)
         and sequence.stage is Stage.RUNNING
         and sequence.speculates
-        and sequence.request.output[-1] == chunk.draft[ahead]
+        and sequence.output[-1] == chunk.draft[ahead]
     )
