@@ -25,8 +25,7 @@ from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.decoder import Decoder, Model
 from baton_engine.model.native_decoder import native_decoder
 from baton_engine.model.weights import LayerWeights, Weights
-from baton_engine.ops.cpu import CpuOps
-from baton_engine.ops.plain import PlainOps
+from baton_engine.ops.plain import CpuOps, PlainOps
 from baton_engine.spec import ModelSpec
 from benchmarks.limits import Limits, MemoryProbe, measure, seconds
 

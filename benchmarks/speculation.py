@@ -28,7 +28,7 @@ from baton_engine.model.checkpoint import load_spec, load_weights
 from baton_engine.model.decoder import Model, create_model
 from baton_engine.model.resolve import resolve
 from baton_engine.model.tokenizer import Tokenizer, load_tokenizer
-from baton_engine.ops.cpu import preferred_dtype
+from baton_engine.ops.plain import preferred_dtype
 from baton_engine.requests import Output, Request
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.spec import Quantize

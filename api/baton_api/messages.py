@@ -57,7 +57,7 @@ class Hello(Message, frozen=True, tag="hello"):
     """Random, new at every start of the process."""
     model: str
     digest: str
-    """Hash of everything that decides the bytes of a block: see `baton_engine.transfer.compatibility`."""
+    """Hash of everything that decides the bytes of a block: see `baton_engine.transfer.handshake`."""
     labels: dict[str, str] = {}
     """The digest's inputs, so that a refusal can name the difference."""
     request_id: str = ""

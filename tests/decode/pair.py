@@ -23,18 +23,16 @@ from baton_engine.kv.events import KvEvents
 from baton_engine.metrics.counters import EngineSnapshot
 from baton_engine.model.decoder import Model
 from baton_engine.requests import GrammarMatcher, Output, Request
-from baton_engine.tiers.memory import MemoryStore
 from baton_engine.tiers.peers import PeerCaches
+from baton_engine.tiers.store import MemoryStore
 from baton_engine.tiers.tier import Tier
 from baton_engine.transfer import Transfer
-from baton_engine.transfer.compatibility import Compatibility
 from baton_engine.transfer.control import Pace
-from baton_engine.transfer.handshake import Identity
+from baton_engine.transfer.handshake import Compatibility, Identity
 from baton_engine.transfer.loopback import LoopbackTransfer
 from baton_engine.transfer.server import ControlServer
-from baton_prefill.admission import PromptLimits
 from baton_prefill.prompts import MatchersOf, PromptClient
-from baton_prefill.server import PrefillServer, ServerLimits
+from baton_prefill.server import PrefillServer, PromptLimits, ServerLimits
 from tests.engine.fake_model import FakeModel, make_cache
 from tests.engine.faulty_transfer import FaultyTransfer
 

@@ -8,7 +8,7 @@ from baton_engine.api.parsing.reasoning.formats import HARMONY
 from baton_engine.api.parsing.reasoning.marked import FAMILIES as MARKED
 from baton_engine.api.parsing.tools import families as tools
 from baton_engine.model.families import FAMILIES
-from baton_engine.model.families.qwen3 import FAMILY as QWEN3
+from baton_engine.model.families.qwen import QWEN_3
 from docs.generators import model_tables
 from docs.generators.reference import ROOT
 
@@ -22,7 +22,7 @@ def test_documents_of_repository_have_current_table() -> None:
 
 def test_documents_stale_table_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(f"# Title\n\n{model_tables.BEGIN}\nold\n{model_tables.END}\n\nText\n")
-    text = model_tables.documents(tmp_path, [QWEN3])[tmp_path / "README.md"]
+    text = model_tables.documents(tmp_path, [QWEN_3])[tmp_path / "README.md"]
     assert text.startswith("# Title\n\n") and text.endswith("\n\nText\n")
     assert "old" not in text and "Qwen3ForCausalLM" in text
 

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from baton_engine.model.checkpoint import Checkpoint, load_spec
-from baton_engine.model.expert_tensors import ExpertTensors
 from baton_engine.model.families import BY_ARCHITECTURE, BY_GGUF
 from baton_engine.model.family import NORM
+from baton_engine.model.quantized_folder import ExpertTensors
 from baton_engine.model.safetensors import SafetensorsFolder
 from baton_engine.spec import ExpertSpec, LatentSpec, ModelSpec
 from tests.engine.models import BOS, CHAT_TEMPLATE, EOS, SPECIAL, UNKNOWN

@@ -11,13 +11,12 @@ import msgspec
 
 from baton_engine.kv.cache import KVCache
 from baton_engine.parallel.messages import AnyOrder, AnyReply
-from baton_engine.parallel.rank_orders import RankOrders
-from baton_engine.parallel.rank_pools import RankPools
-from baton_engine.parallel.ranks import settle
+from baton_engine.parallel.rank import RankOrders
+from baton_engine.parallel.ranks import RankPools, settle
 
 
 class LocalRanks:
-    """Implementation of `rank_pools.Orders`."""
+    """Implementation of `ranks.Orders`."""
 
     def __init__(self, parts: Sequence[KVCache]) -> None:
         self._waiting: list[dict[int, Future[AnyReply]]] = [{} for _ in parts]

@@ -10,11 +10,10 @@ import torch
 
 from baton_api.messages import PROTOCOL
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache, block_bytes
-from baton_engine.model.weights import LayerWeights, Weights
-from baton_engine.model.weights_digest import weights_digest
+from baton_engine.model.weights import LayerWeights, Weights, weights_digest
 from baton_engine.quantized import floats
 from baton_engine.spec import ExpertSpec, LatentSpec, ModelSpec, RopeScaling
-from baton_engine.transfer.compatibility import Compatibility
+from baton_engine.transfer.handshake import Compatibility
 
 SPEC = ModelSpec(
     architecture="LlamaForCausalLM",

@@ -19,9 +19,8 @@ from baton_engine.batch import Batch, BatchRow
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.decoder import Decoder
 from baton_engine.model.native_decoder import NativeDecoder, native_decoder
-from baton_engine.ops.cpu import CpuOps, preferred_dtype
 from baton_engine.ops.native import library
-from baton_engine.ops.plain import PlainOps
+from baton_engine.ops.plain import CpuOps, PlainOps, preferred_dtype
 from baton_engine.quantized import floats
 from baton_engine.spec import ExpertSpec, ModelSpec
 from tests.engine.random_weights import random_weights, tiny_spec

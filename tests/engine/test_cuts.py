@@ -13,13 +13,12 @@ from torch import Tensor
 
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.cuts import Cut
-from baton_engine.model.expert_tensors import FLOAT4_VALUES
 from baton_engine.model.family_tensors import FamilyTensors
 from baton_engine.model.gguf_model import GGUFTensors
-from baton_engine.model.quantized_folder import source_of
+from baton_engine.model.quantized_folder import FLOAT4_VALUES, source_of
 from baton_engine.model.shards import Shard, ShardTensors
 from baton_engine.model.tensor_reader import TensorSource
-from baton_engine.model.weights_digest import weights_digest
+from baton_engine.model.weights import weights_digest
 from baton_engine.quantized import FLOAT8_FACTOR, Format, Quantized, pack_float8, unpack
 from baton_engine.spec import Quantize
 from tests.engine.gguf_files import write_gguf

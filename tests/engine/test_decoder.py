@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
-from baton_engine.model.weights_digest import WeightsSummary
+from baton_engine.model.weights import WeightsSummary
 from baton_engine.ops import Linear
 from baton_engine.ops.plain import PlainOps
 from baton_engine.quantized import Matrix, floats

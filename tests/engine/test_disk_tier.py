@@ -32,7 +32,6 @@ from baton_engine.kv.events import KvEvents
 from baton_engine.requests import LoadedAdapter
 from baton_engine.tiers import disk
 from baton_engine.tiers.disk import DiskStore, namespace_of
-from baton_engine.tiers.memory import MemoryStore
 from baton_engine.tiers.slab import (
     BLOCKS,
     HEADERS,
@@ -47,7 +46,7 @@ from baton_engine.tiers.slab import (
     locked,
     stride_of,
 )
-from baton_engine.tiers.store import Copy, Read
+from baton_engine.tiers.store import Copy, MemoryStore, Read
 from baton_engine.tiers.tier import Tier, TierSnapshot
 from tests.engine.fake_model import make_cache
 from tests.engine.serving import Serving, prompt_of, request_of

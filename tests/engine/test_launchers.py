@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_engine.ops.launchers import HEADERS, prepare
+from baton_engine.ops.choice import PYTHON_HEADERS, prepare_launchers
 from baton_engine.ops.native.library import COMPILERS
 
 triton = pytest.importorskip("triton")
@@ -37,7 +37,7 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> None:
 def folder_with(folder: Path, *programs: str) -> str:
     """Return `folder` with these names of the C compiler."""
     compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
-    if compiler is None or not (HEADERS / "Python.h").is_file():
+    if compiler is None or not (PYTHON_HEADERS / "Python.h").is_file():
         pytest.skip("no C compiler, or no headers of Python")
     for program in programs:
         (folder / program).symlink_to(compiler)
@@ -45,18 +45,18 @@ def folder_with(folder: Path, *programs: str) -> str:
 
 
 def test_launchers_need_the_headers_of_python(tmp_path: Path) -> None:
-    assert "has no Python.h" in prepare(dict(os.environ), tmp_path)
+    assert "has no Python.h" in prepare_launchers(dict(os.environ), tmp_path)
 
 
 @pytest.mark.skipif(find_spec("ziglang") is not None, reason="ziglang has a compiler")
 def test_launchers_without_a_compiler_say_what_to_install(tmp_path: Path) -> None:
-    reason = prepare({"PATH": folder_with(tmp_path)})
+    reason = prepare_launchers({"PATH": folder_with(tmp_path)})
     assert reason.startswith("Triton compiles its launchers, but no C compiler is installed")
 
 
 @pytest.mark.parametrize("program", ["gcc", "clang"])
 def test_launchers_are_left_to_a_compiler_that_triton_finds(program: str, tmp_path: Path) -> None:
-    assert prepare({"PATH": folder_with(tmp_path, program)}) == ""
+    assert prepare_launchers({"PATH": folder_with(tmp_path, program)}) == ""
     assert triton.knobs.build.impl is None
 
 
@@ -67,7 +67,7 @@ def test_launchers_are_compiled_where_triton_finds_no_compiler(
     from triton.runtime.build import compile_module_from_file
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    assert prepare({"PATH": folder_with(tmp_path, "cc")}) == ""
+    assert prepare_launchers({"PATH": folder_with(tmp_path, "cc")}) == ""
     source, wrong = tmp_path / "launcher.c", tmp_path / "wrong.c"
     source.write_text(SOURCE)
     (tmp_path / "answer.h").write_text("#define ANSWER 39\n")

@@ -32,7 +32,7 @@ print(json.dumps([answer.tokens, answer.logprobs]))
 @pytest.mark.slow
 def test_family_of_the_documentation_answers_as_transformers(tmp_path: Path) -> None:
     (lines,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert sum(bool(line) for line in lines.splitlines()) == 10
+    assert sum(bool(line) for line in lines.splitlines()) == 12
     copied = tmp_path / "engine" / "baton_engine"
     shutil.copytree(Path(baton_engine.__file__).parent, copied, ignore=shutil.ignore_patterns("__pycache__"))
     (copied / "model" / "families" / "seed_oss.py").write_text(lines)

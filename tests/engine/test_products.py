@@ -16,8 +16,7 @@ from baton_api.messages import Hello
 from baton_engine.model.native_decoder import native_decoder
 from baton_engine.ops.native import library, products
 from baton_engine.ops.native.products import CLASSES, INTEGERS, ONE_ORDER, choose, products_of
-from baton_engine.transfer.compatibility import Compatibility
-from baton_engine.transfer.handshake import Identity, refusal
+from baton_engine.transfer.handshake import Compatibility, Identity, refusal
 from tests.engine.random_weights import random_weights, tiny_spec
 
 SUMS = {

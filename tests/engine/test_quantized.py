@@ -26,8 +26,7 @@ from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
 from baton_engine.model.gguf import GGUFFile
 from baton_engine.model.native_decoder import NativeDecoder, native_decoder
-from baton_engine.model.weights import LayerWeights, Weights
-from baton_engine.model.weights_digest import weights_digest
+from baton_engine.model.weights import LayerWeights, Weights, weights_digest
 from baton_engine.ops import Linear
 from baton_engine.ops.native import library
 from baton_engine.ops.native.products import products_of

@@ -10,7 +10,7 @@ import pytest
 from baton_api.errors import SetupError
 from baton_engine.kv.cache import KVCache
 from baton_engine.parallel.messages import AnyReply, Order, OrderFailed, PullBlocks, SumBlocks, Summed
-from baton_engine.parallel.rank_orders import RankOrders
+from baton_engine.parallel.rank import RankOrders
 from baton_engine.transfer.integrity import block_checksums
 from baton_engine.transfer.nixl_transfer import NixlTransfer
 from baton_engine.transfer.pool_reader import PoolReader

@@ -12,8 +12,7 @@ import torch
 from baton_api.errors import SetupError
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.file_reader import FileReader, Location
-from baton_engine.model.weights import Weights
-from baton_engine.model.weights_digest import WeightsSummary, weights_digest
+from baton_engine.model.weights import Weights, WeightsSummary, weights_digest
 from baton_engine.quantized import Quantized
 from baton_engine.spec import Quantize
 from tests.engine.gguf_files import write_gguf

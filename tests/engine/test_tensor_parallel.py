@@ -28,10 +28,10 @@ from baton_engine.model.decoder import Decoder, create_decoder
 from baton_engine.model.group import Group, RankFailed
 from baton_engine.model.progress import SILENT
 from baton_engine.model.shards import Shard, check_degree
-from baton_engine.ops.cpu import CpuOps
+from baton_engine.ops.plain import CpuOps
 from baton_engine.parallel.loading import load_parallel
 from baton_engine.parallel.messages import LENGTH_BYTES, Channel, RankError
-from baton_engine.parallel.rank_pools import RankPools
+from baton_engine.parallel.ranks import RankPools
 from baton_engine.requests import FinishReason, RemotePrefill, Request
 from baton_engine.settings import WorkerSettings
 from baton_engine.worker import Worker, open_worker

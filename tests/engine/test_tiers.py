@@ -30,9 +30,8 @@ from baton_engine.requests import Fetch, FetchResult, FinishReason, Output, Requ
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.tiers import index as tier_index
 from baton_engine.tiers.index import ANNOUNCED, Place, TierIndex
-from baton_engine.tiers.memory import MemoryStore
 from baton_engine.tiers.slab import Bytes
-from baton_engine.tiers.store import Copy, Read
+from baton_engine.tiers.store import Copy, MemoryStore, Read
 from baton_engine.tiers.tier import Tier, Tiers, TierSnapshot
 from tests.engine.fake_model import make_cache
 from tests.engine.greedy import CPU

@@ -11,7 +11,7 @@ from baton_api.errors import InvalidRequest
 from baton_api.hashing import block_hashes, chain_hash, root_hash
 from baton_api.messages import Prefill
 from baton_api.sampling import SamplingParams, Thinking
-from baton_prefill.admission import PromptLimits, check
+from baton_prefill.server import PromptLimits, check_prompt
 
 LIMITS = PromptLimits(vocab=100, max_tokens=64, block_size=16)
 TOKENS = list(range(40))
@@ -33,13 +33,16 @@ def prefill(sampling: dict[str, Any] | None = None, **changes: Any) -> Prefill:
 @pytest.mark.parametrize("start, parent", [(0, root_hash()), (1, HASHES[0]), (2, HASHES[1])])
 def test_admission_returns_the_prompts_chain_hashes(start: int, parent: bytes) -> None:
     tail = chain_hash(HASHES[1], TOKENS[32:])
-    assert check(prefill(start_block=start, parent=parent), LIMITS) == [*HASHES, tail]
+    assert check_prompt(prefill(start_block=start, parent=parent), LIMITS) == [*HASHES, tail]
 
 
 def test_admission_salt_is_part_of_the_chain() -> None:
-    assert check(prefill(salt="t", parent=root_hash("t")), LIMITS)[-1] != check(prefill(), LIMITS)[-1]
+    assert (
+        check_prompt(prefill(salt="t", parent=root_hash("t")), LIMITS)[-1]
+        != check_prompt(prefill(), LIMITS)[-1]
+    )
     with pytest.raises(InvalidRequest):
-        check(prefill(salt="t"), LIMITS)
+        check_prompt(prefill(salt="t"), LIMITS)
 
 
 REFUSED: dict[str, tuple[Prefill, str]] = {
@@ -86,5 +89,5 @@ REFUSED: dict[str, tuple[Prefill, str]] = {
 def test_admission_invalid_request_is_rejected_with_the_value(case: str) -> None:
     request, message = REFUSED[case]
     with pytest.raises(InvalidRequest) as error:
-        check(request, LIMITS)
+        check_prompt(request, LIMITS)
     assert message in str(error.value)

@@ -78,8 +78,6 @@ Sampled = TokenChoice | BatonError | None
 
 
 class PassResult(NamedTuple):
-    """The results of a forward pass."""
-
     seconds: float
     """Duration of the pass; of the model alone, if the host waited for it before the selection."""
     sampled: dict[int, Sampled]

@@ -23,8 +23,6 @@ MEMORY_ERRORS = ("out of memory", "ALLOC_FAILED")
 
 
 class FailureKind(enum.Enum):
-    """The kind of a failure."""
-
     MEMORY = "memory"
     """The pass needs more memory than is free."""
     LASTING = "lasting"

@@ -342,7 +342,6 @@ class Request:
 
     @property
     def generates(self) -> bool:
-        """Whether the request generates tokens."""
         return self.pooling is None and self.sampling.max_tokens > 0
 
     @property

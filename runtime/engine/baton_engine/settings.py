@@ -24,8 +24,6 @@ PeerNames = Annotated[tuple[Peer, ...], NoDecode, BeforeValidator(split)]
 
 
 class WorkerSettings(BaseSettings):
-    """Settings of one worker."""
-
     model_config = SettingsConfigDict(
         env_prefix="BATON_",
         frozen=True,

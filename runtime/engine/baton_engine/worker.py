@@ -60,12 +60,11 @@ from baton_engine.settings import WorkerSettings
 from baton_engine.spec import ModelSpec
 from baton_engine.speculation.loading import check_draft, load_draft, speculation_tokens
 from baton_engine.tiers.disk import DiskStore, namespace_of
-from baton_engine.tiers.memory import MemoryStore
+from baton_engine.tiers.store import MemoryStore
 from baton_engine.tiers.tier import Tier
 from baton_engine.tracing import WorkerTracing, tracing_of
 from baton_engine.transfer import Transfer
-from baton_engine.transfer.compatibility import Compatibility
-from baton_engine.transfer.handshake import Identity
+from baton_engine.transfer.handshake import Compatibility, Identity
 from baton_engine.transfer.kinds import create_transfer
 from baton_engine.working_memory import DevicePeak, working_memory
 

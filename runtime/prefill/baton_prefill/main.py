@@ -13,8 +13,7 @@ from baton_engine.service import RoleServices
 from baton_engine.settings import WorkerSettings
 from baton_engine.tiers.peers import PeerCaches
 from baton_engine.worker import Worker
-from baton_prefill.admission import PromptLimits
-from baton_prefill.server import PrefillServer, ServerLimits
+from baton_prefill.server import PrefillServer, PromptLimits, ServerLimits
 
 
 async def run(settings: WorkerSettings, announce: Announcer, progress: Progress) -> None:

@@ -2,13 +2,15 @@
 The control server of a prefill worker: computes prompts for decode workers and holds their blocks.
 
 A decode worker sends a prompt, receives announcements of computed blocks, reads them, and sends Done. If it
-disconnects, its blocks are released. `sessions` decides about a prompt, and `prompts` runs it.
+disconnects, its blocks are released. A prompt is checked before anything is computed for it; then `sessions`
+decides about it, and `prompts` runs it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import ssl
 import time
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 
 from baton_api import logs
 from baton_api.errors import InvalidRequest
+from baton_api.hashing import chain_hash, root_hash
 from baton_api.messages import AnyMessage, Failed, Prefill
 from baton_engine.adapters import AdapterRegistry
 from baton_engine.tiers.peers import PeerCaches
@@ -26,8 +29,6 @@ from baton_engine.transfer.control import ControlConnection, Pace
 from baton_engine.transfer.handshake import Identity
 from baton_engine.transfer.integrity import by_sums
 from baton_engine.transfer.server import LONGEST_DEADLINE_S, PEERS, SESSIONS, ControlServer, Sessions
-from baton_prefill import admission
-from baton_prefill.admission import PromptLimits
 from baton_prefill.prompts import (
     NAME_LENGTH,
     ComputeContext,
@@ -39,6 +40,20 @@ from baton_prefill.prompts import (
 from baton_prefill.sessions import PrefillSession
 
 log = logging.getLogger(__name__)
+
+
+SESSION_LIMIT = 512
+"""Maximum characters of a session's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimits:
+    """The values that a prompt is checked against."""
+
+    vocab: int
+    max_tokens: int
+    """Maximum tokens of a prompt."""
+    block_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,4 +184,37 @@ class PrefillServer(ControlServer):
         # Hashing a long prompt would block the event loop for milliseconds. The thread is reserved for it,
         # since this connection's heartbeats are read only after it.
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._admissions, admission.check, prefill, self._limits)
+        return await loop.run_in_executor(self._admissions, check_prompt, prefill, self._limits)
+
+
+def check_prompt(prefill: Prefill, limits: PromptLimits) -> list[bytes]:
+    """
+    Return the chain hashes of the prompt's blocks, a partial last one included. Raises InvalidRequest.
+
+    Also compares the parent hash, which differs if the two workers have different tokens.
+    """
+    tokens, size = prefill.tokens, limits.block_size
+    if not 0 < len(prefill.session) <= SESSION_LIMIT:
+        raise InvalidRequest(
+            f"the session's name has {len(prefill.session)} characters, not 1 to {SESSION_LIMIT}"
+        )
+    if not 0 < len(tokens) <= limits.max_tokens:
+        raise InvalidRequest(f"the prompt has {len(tokens)} tokens, not 1 to {limits.max_tokens}")
+    if min(tokens) < 0 or max(tokens) >= limits.vocab:
+        raise InvalidRequest(f"the prompt has token {max(tokens)}, but the vocabulary has {limits.vocab}")
+    blocks = -(-len(tokens) // size)
+    if not 0 <= prefill.start_block < blocks:
+        raise InvalidRequest(f"block {prefill.start_block} is asked for, but the prompt has {blocks}")
+    if not 0 < prefill.deadline_s < math.inf:
+        raise InvalidRequest(f"the deadline of {prefill.deadline_s} s is not in the future")
+    problem = prefill.sampling.problem(limits.vocab)
+    if problem:
+        raise InvalidRequest(problem)
+    hashes: list[bytes] = []
+    parent = root_hash(prefill.salt, prefill.adapter_digest)
+    for block in range(blocks):
+        if block == prefill.start_block and parent != prefill.parent:
+            raise InvalidRequest(f"the tokens before block {block} are not those that the decode worker has")
+        parent = chain_hash(parent, tokens[block * size : (block + 1) * size])
+        hashes.append(parent)
+    return hashes

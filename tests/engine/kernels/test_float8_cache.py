@@ -16,7 +16,7 @@ from baton_engine.kv.cache import FLOAT8_CACHE, KVCache
 from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.choice import kv_dtype
 from baton_engine.ops.plain import PlainOps
-from baton_engine.transfer.compatibility import Compatibility
+from baton_engine.transfer.handshake import Compatibility
 from tests.engine.greedy import CPU, by_baton
 from tests.engine.kernels.cases import DEVICE, batch_of
 from tests.engine.kernels.test_accelerated_decoder import LATENT, PROMPTS, decoders

@@ -12,8 +12,7 @@ import torch
 from baton_api.errors import SetupError
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
-from baton_engine.model.weights import Weights
-from baton_engine.model.weights_digest import weights_digest
+from baton_engine.model.weights import Weights, weights_digest
 from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.choice import kept_formats
 from baton_engine.ops.plain import PlainOps

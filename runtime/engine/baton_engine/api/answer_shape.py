@@ -60,8 +60,6 @@ class Resumable(Protocol):
 
 @dataclass(slots=True)
 class Choice:
-    """One choice of a response."""
-
     index: int
     prompt: int
     """Index of its prompt."""

@@ -37,8 +37,6 @@ from baton_engine.model.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """An echoed prompt."""
-
     tokens: Sequence[int]
     text: str
     offsets: Sequence[int]

@@ -127,8 +127,6 @@ FORMATS = ("float", "base64")
 
 @dataclass(frozen=True, slots=True)
 class VectorFormat:
-    """Requested format of vectors."""
-
     dimensions: int | None
     """None: all dimensions of the model."""
     normalized: bool

@@ -12,8 +12,6 @@ from baton_engine.model.tokenizer import Tokenizer
 
 
 class PromptInput(NamedTuple):
-    """One prompt of a request."""
-
     tokens: tuple[int, ...]
     """At least one token id, all within the vocabulary."""
     text: str | None

@@ -38,7 +38,6 @@ class AnswerLog:
     texts: dict[int, list[str]] = field(default_factory=dict)
 
     def add(self, choice: int, text: str) -> None:
-        """Add a piece of text of a choice."""
         if self.left > 0 and text:
             self.texts.setdefault(choice, []).append(text[: self.left])
             self.left -= len(text)

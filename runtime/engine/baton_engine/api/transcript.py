@@ -35,7 +35,6 @@ class Piece:
 
     @classmethod
     def joined(cls, pieces: Sequence[Piece]) -> Piece:
-        """Join the pieces of a choice."""
         return cls(
             "".join(piece.text for piece in pieces),
             [token for piece in pieces for token in piece.tokens],

@@ -125,8 +125,6 @@ def adapters_of(registry: AdapterRegistry) -> tuple[Adapter, ...]:
 
 
 class FrontendConnection(LinkProtocol):
-    """The connection of one frontend."""
-
     def __init__(self, service: EngineService) -> None:
         super().__init__()
         self._service = service

@@ -70,8 +70,6 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderSpec:
-    """Sizes of an encoder."""
-
     model: ModelSpec
     """The sizes that the engine reads. Its KV sizes are the least possible."""
     format: EncoderFormat

@@ -41,8 +41,6 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """Result of a download."""
-
     revision: str
     """A commit, or a digest of the files' versions."""
     fetched: bool

@@ -20,8 +20,7 @@ from baton_engine.model.decoder import Model, create_model
 from baton_engine.model.native_decoder import NativeDecoder
 from baton_engine.model.progress import Progress
 from baton_engine.model.stored_weights import Damaged, WeightsFile
-from baton_engine.model.weights import show_formats
-from baton_engine.model.weights_digest import WeightsSummary
+from baton_engine.model.weights import WeightsSummary, show_formats
 from baton_engine.ops.choice import interpreted, kept_formats
 from baton_engine.ops.native import support
 from baton_engine.quantized import Format

@@ -2,11 +2,12 @@
 Weights of a decoder, built from the named tensors of a checkpoint; q, k and v, and gate and up are fused.
 
 Sources use Hugging Face's tensor names for every file format. All names and shapes are validated before
-memory is allocated.
+memory is allocated. A digest of what was loaded distinguishes checkpoints.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 from collections import Counter
@@ -26,7 +27,7 @@ from baton_engine.model.family_tensors import Prefixed
 from baton_engine.model.file_reader import Scratch
 from baton_engine.model.progress import Progress
 from baton_engine.model.shards import Shard, ShardTensors
-from baton_engine.model.tensor_reader import TensorReader, TensorSource, TensorStream
+from baton_engine.model.tensor_reader import TensorReader, TensorSource, TensorStream, samples
 from baton_engine.quantized import NATIVE_FORMATS, Format, Matrix, Quantized
 from baton_engine.spec import ExpertSpec, LatentSpec, ModelSpec, Quantize
 
@@ -215,8 +216,6 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Weights of a model."""
-
     embedding: Matrix
     """[V, N]"""
     layers: Iterable[LayerWeights]
@@ -468,3 +467,67 @@ def _listed(names: Sequence[str]) -> str:
     named = ", ".join(names[:NAMED_AT_MOST])
     more = f" and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
     return f"tensor{'s' if len(names) > 1 else ''} {named}{more} {'are' if len(names) > 1 else 'is'}"
+
+
+def weights_digest(weights: Weights) -> str:
+    """
+    Return a fast digest of `weights`: names, shapes, types and some bytes of each tensor.
+
+    It distinguishes checkpoints, but does not prove that all bytes are equal. Call it before an `Ops` changes
+    the layout of the weights. Formats that are kept follow it, for the error that names a difference.
+    """
+    summary = WeightsSummary(weights)
+    for _ in summary.weights.layers:
+        pass
+    return summary.digest
+
+
+class WeightsSummary:
+    """The digest and the sizes of weights, whose layers are read one by one."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._hasher = hashlib.sha256(b"baton-weights")
+        self._formats: Counter[str] = Counter()
+        self._head, self._final_norm = weights.head, weights.final_norm
+        self._tied = weights.head is weights.embedding
+        self._add("embedding", weights.embedding)
+        self.weights = replace(weights, layers=self._seen(weights.layers))
+        """The same weights. The summary is complete after one iteration over their layers."""
+
+    def _seen(self, layers: Iterable[LayerWeights]) -> Iterator[LayerWeights]:
+        for number, layer in enumerate(layers):
+            for field in fields(layer):
+                if (tensor := getattr(layer, field.name)) is not None:
+                    self._add(f"{number}.{field.name}", tensor)
+            yield layer
+        self._add("final_norm", self._final_norm)
+        self._add("head", self._head, counted=not self._tied)
+
+    @property
+    def formats(self) -> Counter[str]:
+        """As `Weights.formats`."""
+        return self._formats
+
+    @property
+    def digest(self) -> str:
+        """As `weights_digest`."""
+        formats = sorted(form for form in self._formats if form in Format.__members__)
+        return f"{self._hasher.hexdigest()[:16]}{' with ' if formats else ''}{', '.join(formats)}"
+
+    def _add(self, name: str, matrix: Matrix, counted: bool = True) -> None:
+        if counted:
+            self._formats += bytes_by_format((matrix,))
+        for kind, tensor in _tensors(matrix):
+            self._hasher.update(f"{name} {tuple(tensor.shape)} {kind}\n".encode())
+            flat = tensor.detach().reshape(-1)
+            for sample in samples(flat.numel(), tensor.dtype.itemsize):
+                piece = flat[sample.start : sample.stop].cpu().contiguous()
+                self._hasher.update(piece.view(torch.uint8).numpy().tobytes())
+
+
+def _tensors(matrix: Matrix) -> Iterator[tuple[str, Tensor]]:
+    """Yield format and bytes of each tensor. A kept format computes otherwise than an expanded one."""
+    if isinstance(matrix, Quantized):
+        yield from ((part.format.name, part.rows) for part in matrix.parts)
+    else:
+        yield str(matrix.dtype), matrix

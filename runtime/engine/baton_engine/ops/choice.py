@@ -1,11 +1,21 @@
-"""Choice of the operations of a decoder, and of its dtype: by its device, and by what is installed."""
+"""
+Choice of the operations of a decoder, and of its dtype: by its device, and by what is installed.
+
+Triton compiles its launchers, the part of a kernel on the host, in C before the first kernel. It finds `$CC`,
+gcc and clang only. Images of workers have none of them, but the clang in the `ziglang` wheel; `build.impl`, a
+setting of Triton, replaces the command.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
+import subprocess
+import sysconfig
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -14,11 +24,10 @@ from torch import Tensor
 from baton_api.errors import SetupError
 from baton_engine.devices import has_bfloat16, shared_memory
 from baton_engine.kv.cache import FLOAT8_CACHE
-from baton_engine.ops import Ops, launchers
-from baton_engine.ops.cpu import CpuOps, preferred_dtype
+from baton_engine.ops import Ops
 from baton_engine.ops.native import support
-from baton_engine.ops.native.library import disabled
-from baton_engine.ops.plain import PlainOps
+from baton_engine.ops.native.library import Unavailable, disabled, find_compiler
+from baton_engine.ops.plain import CpuOps, PlainOps, preferred_dtype
 from baton_engine.quantized import NATIVE_FORMATS, Format
 from baton_engine.spec import ModelSpec, Quantize
 
@@ -135,7 +144,7 @@ def _unusable(environment: Mapping[str, str]) -> str:
     capability = torch.cuda.get_device_capability()
     if not has_bfloat16(capability, rocm=torch.version.hip is not None):
         return f"Triton does not support GPUs with compute capability {capability[0]}.{capability[1]}"
-    return launchers.prepare(environment)
+    return prepare_launchers(environment)
 
 
 def selection(
@@ -179,3 +188,55 @@ def dtype_of(name: str, device: torch.device) -> torch.dtype:
                 *capability,
             )
             return torch.float32
+
+
+LAUNCHER_FLAGS = ("-O3", "-shared", "-fPIC", "-Wno-psabi")
+"""Those of Triton."""
+
+PYTHON_HEADERS = Path(sysconfig.get_paths()["include"])
+"""Folder of Python's headers."""
+
+Build = Callable[[str, str, str, list[str], list[str], list[str]], str]
+"""Compiles a module of Python. Returns its path."""
+
+
+def prepare_launchers(environment: Mapping[str, str], headers: Path = PYTHON_HEADERS) -> str:
+    """Give Triton a compiler where it does not find one. Returns why it cannot compile launchers, or ""."""
+    if not (headers / "Python.h").is_file():
+        return f"{headers} has no Python.h, with which Triton compiles its launchers; install python3-dev"
+    path = environment.get("PATH", "")
+    if environment.get("CC") or any(shutil.which(name, path=path) for name in ("gcc", "clang")):
+        return ""
+    try:
+        compiler = find_compiler(environment)
+    except Unavailable as error:
+        return f"Triton compiles its launchers, but {error}"
+    import triton
+
+    triton.knobs.build.impl = build_with(compiler, headers)
+    return ""
+
+
+def build_with(compiler: Sequence[str], headers: Path) -> Build:
+    """Return a function that compiles with the command `compiler`, as Triton itself does with gcc."""
+
+    def build(
+        name: str,
+        source: str,
+        folder: str,
+        library_dirs: list[str],
+        include_dirs: list[str],
+        libraries: list[str],
+    ) -> str:
+        built = Path(folder) / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+        command = [*compiler, source, *LAUNCHER_FLAGS, "-o", str(built)]
+        # A colon precedes the name of a file. Other libraries have a name without prefix and ending.
+        command += [f"-l:{library}" if ".so" in library else f"-l{library}" for library in libraries]
+        command += [f"-L{path}" for path in library_dirs]
+        command += [f"-I{path}" for path in (*include_dirs, folder, headers)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"Triton's launcher {name} cannot be compiled: {done.stderr.strip()[-1000:]}")
+        return str(built)
+
+    return build

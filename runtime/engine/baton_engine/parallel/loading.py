@@ -15,8 +15,7 @@ from baton_engine.model.decoder import create_decoder
 from baton_engine.model.group import Group
 from baton_engine.model.progress import SILENT, Progress
 from baton_engine.model.shards import Shard, check_degree
-from baton_engine.model.weights import show_formats
-from baton_engine.model.weights_digest import WeightsSummary, weights_digest
+from baton_engine.model.weights import WeightsSummary, show_formats, weights_digest
 from baton_engine.ops.choice import kept_formats
 from baton_engine.parallel.messages import Start
 from baton_engine.parallel.ranks import TIMEOUT_S, ParallelModel, Ranks

@@ -15,6 +15,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -32,27 +33,43 @@ from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder, Model, create_decoder
 from baton_engine.model.group import Group
 from baton_engine.model.shards import Shard
-from baton_engine.model.weights_digest import WeightsSummary
+from baton_engine.model.weights import WeightsSummary
 from baton_engine.ops.choice import kept_formats
 from baton_engine.parallel.messages import (
     Allocate,
     Allocated,
     AnyMessage,
+    AnyReply,
     CapturePass,
     Channel,
+    ClosePool,
     Connect,
     Connected,
+    ConnectPeer,
+    DisconnectPeer,
     DropPass,
     Forward,
     Loaded,
+    Opened,
+    OpenPool,
     Order,
+    OrderFailed,
+    OrderReply,
     Project,
+    PullBlocks,
     RankError,
+    ReadEnded,
     ReplayPass,
+    ServePeers,
     Start,
+    SumBlocks,
+    Summed,
 )
 from baton_engine.parallel.parallel_passes import captured
-from baton_engine.parallel.rank_orders import RankOrders
+from baton_engine.streams import Event
+from baton_engine.transfer import Pulled
+from baton_engine.transfer.integrity import block_checksums
+from baton_engine.transfer.pool_reader import PoolReader
 from baton_engine.working_memory import DevicePeak, PeakMemory, working_memory
 
 log = logging.getLogger(__name__)
@@ -184,6 +201,78 @@ def _expect(inbox: queue.SimpleQueue[AnyMessage], kind: type[Expected]) -> Expec
     if not isinstance(message, kind):
         raise ValueError(f"unexpected message {type(message).__name__}, expected {kind.__name__}")
     return message
+
+
+class RankOrders:
+    """
+    The orders of one rank, run one after the other on a thread.
+
+    A read continues on the thread of its `PoolReader`.
+    """
+
+    def __init__(self, cache: KVCache, send: Callable[[AnyReply], None]) -> None:
+        """`send` is called from any thread. It may raise OSError, because rank 0 has ended."""
+        self._cache = cache
+        self._send = send
+        self._pool: PoolReader | None = None
+        self._thread = ThreadPoolExecutor(1, "rank-orders", initializer=cache.streams.use)
+
+    def begin(self, order: Order) -> None:
+        """
+        Queue `order` behind all work that the calling thread has launched on the device.
+
+        A pass may still write blocks that are to be summed, and blocks that are to be read into.
+        """
+        self._thread.submit(self._run, order, self._cache.streams.record())
+
+    def _run(self, order: Order, launched: Event) -> None:
+        try:
+            launched.wait()
+            self._obey(order)
+        except Exception as error:
+            reason = error.message if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
+            self._reply(OrderFailed(number=order.number, reason=reason))
+
+    def _obey(self, order: Order) -> None:
+        number = order.number
+        match order:
+            case OpenPool():
+                self._pool = PoolReader(self._cache, order.worker)
+                sealed = self._pool.open().result()
+                self._reply(Opened(number=number, sealed=sealed, pool=self._pool.pool))
+                return
+            case SumBlocks():
+                sums = block_checksums(self._cache, order.blocks, sums=True)
+                self._reply(Summed(number=number, sums=sums))
+                return
+        pool = self._pool
+        assert pool is not None, "the first order is OpenPool"
+        match order:
+            case ConnectPeer():
+                pool.connect(order.sealed, order.pools, order.epoch, order.peer).result()
+            case DisconnectPeer():
+                pool.disconnect(order.peer).result()
+            case ServePeers():
+                pool.serve(order.change)
+            case PullBlocks():
+                read = pool.pull(order.peer, order.remote, order.local)
+                read.end.add_done_callback(lambda end: self._reply(_read_ended(number, end)))
+                return
+            case ClosePool():
+                pool.stop()
+                pool.join(order.seconds)
+        self._reply(OrderReply(number=number))
+
+    def _reply(self, reply: AnyReply) -> None:
+        with contextlib.suppress(OSError):
+            self._send(reply)
+
+
+def _read_ended(number: int, end: Future[Pulled]) -> AnyReply:
+    if (error := end.exception()) is not None:
+        return OrderFailed(number=number, reason=str(error))
+    pulled = end.result()
+    return ReadEnded(number=number, bytes=pulled.bytes, seconds=pulled.seconds, transport=pulled.transport)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ Rank 0's side of tensor parallelism: starts the other ranks, sends them its pass
 
 A rank that ends, fails or hangs ends the worker, because its part of the KV cache is lost. The other ranks
 are then killed, and the operations of rank 0's device aborted, so that it does not wait for them.
+Transfers reach the blocks of the other ranks by `RankPools`, which orders their agents.
 """
 
 from __future__ import annotations
@@ -18,18 +19,20 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import msgspec
 import torch
 from torch import Tensor
 
 from baton_api.errors import SetupError, TransferFailed
+from baton_api.messages import PoolLayout
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache, MemoryBudget
 from baton_engine.model.decoder import Decoder
@@ -43,21 +46,28 @@ from baton_engine.parallel.messages import (
     AnyPass,
     AnyReply,
     Channel,
+    ClosePool,
     Connect,
     Connected,
+    ConnectPeer,
+    DisconnectPeer,
     Forward,
     Loaded,
+    OpenPool,
     OrderFailed,
     OrderReply,
     Project,
+    PullBlocks,
     RankError,
+    ServePeers,
     Start,
+    SumBlocks,
     frame,
 )
-from baton_engine.parallel.rank_pools import RankPools
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.spec import ModelSpec
 from baton_engine.streams import Streams, streams_of
+from baton_engine.transfer import Pulled
 
 log = logging.getLogger(__name__)
 
@@ -460,3 +470,85 @@ def _name(dtype: torch.dtype) -> str:
 
 def _least(values: list[int | None]) -> int | None:
     return min((value for value in values if value is not None), default=None)
+
+
+Result = TypeVar("Result")
+
+
+class Orders(Protocol):
+    """The part of `Ranks` that transfers use."""
+
+    @property
+    def others(self) -> int: ...
+
+    def order(self, order: AnyOrder) -> list[Future[AnyReply]]: ...
+
+
+UNNUMBERED = 0
+"""Number of an order before `Ranks.order` gives it one."""
+
+
+class RankPools:
+    """
+    Implementation of `transfer.nixl_transfer.OtherRanks`. Any thread may use it, and no call waits.
+
+    A thread of its own sends the orders, because a stopped rank does not read them.
+    """
+
+    def __init__(self, ranks: Orders) -> None:
+        self._ranks = ranks
+        self._sender = ThreadPoolExecutor(1, "rank-pools")
+
+    def open(self, worker: str) -> list[Future[tuple[bytes, PoolLayout]]]:
+        return self._order(OpenPool(UNNUMBERED, worker), lambda reply: (reply.sealed, reply.pool))
+
+    def connect(
+        self, sealed: Sequence[bytes], pools: tuple[PoolLayout, ...], epoch: str, peer: str
+    ) -> list[Future[None]]:
+        return self._order(ConnectPeer(UNNUMBERED, list(sealed), pools, epoch, peer), _nothing)
+
+    def disconnect(self, peer: str) -> None:
+        self._order(DisconnectPeer(UNNUMBERED, peer), _nothing)
+
+    def pull(self, peer: str, remote: Sequence[int], local: Sequence[int]) -> list[Future[Pulled]]:
+        order = PullBlocks(UNNUMBERED, peer, list(remote), list(local))
+        return self._order(order, lambda reply: Pulled(reply.bytes, reply.seconds, reply.transport))
+
+    def checksums(self, blocks: Sequence[int]) -> list[Future[list[int]]]:
+        return self._order(SumBlocks(UNNUMBERED, list(blocks)), lambda reply: list(reply.sums))
+
+    def serve(self, change: int) -> None:
+        self._order(ServePeers(UNNUMBERED, change), _nothing)
+
+    def close(self, seconds: float) -> list[Future[None]]:
+        closed = self._order(ClosePool(UNNUMBERED, seconds), _nothing)
+        self._sender.shutdown(wait=False)
+        return closed
+
+    def _order(self, order: AnyOrder, read: Callable[[Any], Result]) -> list[Future[Result]]:
+        """Send `order`, and return what `read` gets from the replies, in the order of the ranks."""
+        results: list[Future[Result]] = [Future() for _ in range(self._ranks.others)]
+
+        def send() -> None:
+            for result, reply in zip(results, self._ranks.order(order), strict=True):
+                reply.add_done_callback(partial(_pass_on, result, read))
+
+        for result in results:
+            result.set_running_or_notify_cancel()  # a waiter's cancellation does not propagate
+        try:
+            self._sender.submit(send)
+        except RuntimeError:  # it was shut down
+            for result in results:
+                result.set_exception(TransferFailed("The worker is closing."))
+        return results
+
+
+def _pass_on(result: Future[Result], read: Callable[[Any], Result], reply: Future[AnyReply]) -> None:
+    if (error := reply.exception()) is not None:
+        result.set_exception(error)
+    else:
+        result.set_result(read(reply.result()))
+
+
+def _nothing(_: AnyReply) -> None:
+    return

@@ -13,8 +13,7 @@ from baton_engine.model.checkpoint import load_spec, load_weights
 from baton_engine.model.decoder import Model, create_model
 from baton_engine.model.progress import Progress
 from baton_engine.model.resolve import resolve
-from baton_engine.model.weights import show_formats
-from baton_engine.model.weights_digest import WeightsSummary
+from baton_engine.model.weights import WeightsSummary, show_formats
 from baton_engine.ops.choice import kept_formats
 from baton_engine.settings import WorkerSettings
 from baton_engine.spec import ModelSpec, Quantize

@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from baton_api.prompt_report import Fallback
 from baton_engine.requests import Fetch, FetchResult
 from baton_engine.streams import Event
-from baton_engine.tiers.blocks import PoolBytes
 from baton_engine.tiers.index import Place
-from baton_engine.tiers.store import Store
-from baton_engine.tiers.thread import TierThread
+from baton_engine.tiers.store import PoolBytes, Store, TierThread
 
 log = logging.getLogger(__name__)
 

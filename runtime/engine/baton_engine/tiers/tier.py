@@ -31,13 +31,11 @@ from baton_engine.kv.events import KvEvents
 from baton_engine.requests import Fetch, FetchResult
 from baton_engine.streams import Event
 from baton_engine.tiers import policy
-from baton_engine.tiers.blocks import PoolBytes
 from baton_engine.tiers.index import Place, TierIndex
 from baton_engine.tiers.policy import PeerSpeed
 from baton_engine.tiers.restore import Restored, Restores
 from baton_engine.tiers.slab import Bytes, sum_of
-from baton_engine.tiers.store import Copy, Read, Store
-from baton_engine.tiers.thread import TierThread
+from baton_engine.tiers.store import Copy, PoolBytes, Read, Store, TierThread
 
 log = logging.getLogger(__name__)
 

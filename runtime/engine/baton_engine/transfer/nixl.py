@@ -195,7 +195,6 @@ class _Blocks:
 
 
 def is_installed() -> bool:
-    """Return whether the library is installed."""
     return importlib.util.find_spec("nixl") is not None
 
 

@@ -28,8 +28,6 @@ CHUNK = "chat.completion.chunk"
 
 
 class ChoiceStream:
-    """State of the stream of one choice."""
-
     def __init__(self, toolbox: Toolbox | None) -> None:
         self._calls = None if toolbox is None else CallDeltas(toolbox)
         self.called = False

@@ -13,7 +13,7 @@ from baton_api.errors import EMPTY_ARRAY, InvalidRequest
 from baton_engine.api.chat import input_items
 from baton_engine.api.chat.messages import Message, read_messages
 from baton_engine.api.fields import Fields, renamed_fields
-from baton_engine.api.parsing.tools.hermes import END, START
+from baton_engine.api.parsing.tools.objects import END, START
 from baton_engine.api.parsing.tools.request import read_tools
 from baton_engine.api.parsing.tools.toolbox import Toolbox
 from baton_engine.api.prompts import check_text, read_ids

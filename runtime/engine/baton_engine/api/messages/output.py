@@ -61,8 +61,6 @@ class Block:
 
 
 class Blocks:
-    """The blocks of one message."""
-
     def __init__(self) -> None:
         self.all: list[Block] = []
         self._open: Block | None = None

@@ -52,8 +52,6 @@ CUSTOM_CALL = ItemKind("custom_tool_call", "response.custom_tool_call_input", "i
 
 @dataclass(slots=True)
 class OpenItem:
-    """The open item."""
-
     kind: ItemKind
     index: int
     id: str
@@ -98,8 +96,6 @@ class OpenItem:
 
 
 class ResponseItems:
-    """The items of one response."""
-
     def __init__(
         self, events: Events, tools: Sequence[OfferedTool], logprobs: MessageLogprobs | None
     ) -> None:

@@ -37,8 +37,6 @@ MARK = "THE_MESSAGE_CONTINUES_HERE "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateInput:
-    """Input of a template."""
-
     messages: Sequence[Mapping[str, Any]]
     """Messages in the format of `baton_engine.api.chat.messages`."""
     tools: Sequence[Mapping[str, Any]] | None = None

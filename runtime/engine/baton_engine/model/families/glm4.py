@@ -22,24 +22,26 @@ def _refine(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
     return replace(spec, post_norm=True, qkv_bias=bool(config["attention_bias"]))
 
 
-FAMILY = ModelFamily(
-    architecture="Glm4ForCausalLM",
-    normalize=lambda config: {**DEFAULTS, **config},
-    refine=_refine,
-    partial_rotary=True,
-    interleaved=True,
-    tensors=TensorNames(
-        attention_post_norm="post_self_attn_layernorm",
-        gate="",
-        up="",
-        gate_up="mlp.gate_up_proj",
-        mlp_post_norm="post_mlp_layernorm",
-    ),
-    gguf=GGUFFormat(
-        architecture="glm4",
-        refine=lambda spec, _: replace(spec, post_norm=True),
-        tensors=replace(GGUF_NAMES, gate="", up="", gate_up="ffn_up"),
+FAMILIES = (
+    ModelFamily(
+        architecture="Glm4ForCausalLM",
+        normalize=lambda config: {**DEFAULTS, **config},
+        refine=_refine,
+        partial_rotary=True,
         interleaved=True,
+        tensors=TensorNames(
+            attention_post_norm="post_self_attn_layernorm",
+            gate="",
+            up="",
+            gate_up="mlp.gate_up_proj",
+            mlp_post_norm="post_mlp_layernorm",
+        ),
+        gguf=GGUFFormat(
+            architecture="glm4",
+            refine=lambda spec, _: replace(spec, post_norm=True),
+            tensors=replace(GGUF_NAMES, gate="", up="", gate_up="ffn_up"),
+            interleaved=True,
+        ),
+        models=(SupportedModels(name="GLM-4-0414, GLM-Z1"),),
     ),
-    models=(SupportedModels(name="GLM-4-0414, GLM-Z1"),),
 )

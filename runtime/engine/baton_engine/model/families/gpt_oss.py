@@ -12,9 +12,10 @@ from baton_engine.model.family import (
     ModelFamily,
     SupportedModels,
     TensorNames,
+    alternating_windows,
+    every,
     expert_count,
 )
-from baton_engine.model.sliding import alternating_windows, every
 from baton_engine.spec import ExpertSpec, ModelSpec
 
 SLOPE, CLAMP = 1.702, 7.0
@@ -59,16 +60,18 @@ def _refine_gguf(spec: ModelSpec, metadata: Mapping[str, Any]) -> ModelSpec:
     )
 
 
-FAMILY = ModelFamily(
-    architecture="GptOssForCausalLM",
-    refine=_refine,
-    gguf=GGUFFormat(
-        architecture="gpt-oss",
-        refine=_refine_gguf,
-        tensors=replace(GGUF_NAMES, mlp_norm="post_attention_norm", attention_post_norm=""),
+FAMILIES = (
+    ModelFamily(
+        architecture="GptOssForCausalLM",
+        refine=_refine,
+        gguf=GGUFFormat(
+            architecture="gpt-oss",
+            refine=_refine_gguf,
+            tensors=replace(GGUF_NAMES, mlp_norm="post_attention_norm", attention_post_norm=""),
+        ),
+        models=(SupportedModels(name="gpt-oss", reasoning_parsers=("gpt-oss",)),),
+        tensors=TensorNames(router="mlp.router"),
+        fused_experts="interleaved",
+        quantizations=("mxfp4",),
     ),
-    models=(SupportedModels(name="gpt-oss", reasoning_parsers=("gpt-oss",)),),
-    tensors=TensorNames(router="mlp.router"),
-    fused_experts="interleaved",
-    quantizations=("mxfp4",),
 )

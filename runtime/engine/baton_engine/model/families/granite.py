@@ -31,9 +31,11 @@ def _refine_gguf(spec: ModelSpec, metadata: Mapping[str, Any]) -> ModelSpec:
     )
 
 
-FAMILY = ModelFamily(
-    architecture="GraniteForCausalLM",
-    refine=_refine,
-    gguf=GGUFFormat(architecture="granite", refine=_refine_gguf, interleaved=True),
-    models=(SupportedModels(name="Granite 3", reasoning_parsers=("granite",)),),
+FAMILIES = (
+    ModelFamily(
+        architecture="GraniteForCausalLM",
+        refine=_refine,
+        gguf=GGUFFormat(architecture="granite", refine=_refine_gguf, interleaved=True),
+        models=(SupportedModels(name="Granite 3", reasoning_parsers=("granite",)),),
+    ),
 )

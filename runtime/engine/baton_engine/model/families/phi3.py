@@ -34,16 +34,18 @@ def _refine_gguf(spec: ModelSpec, metadata: Mapping[str, Any]) -> ModelSpec:
     return _windowed(spec, metadata.get("attention.sliding_window"))
 
 
-FAMILY = ModelFamily(
-    architecture="Phi3ForCausalLM",
-    normalize=_normalize,
-    refine=_refine,
-    partial_rotary=True,
-    tensors=TensorNames(**FUSED, qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj"),
-    gguf=GGUFFormat(
-        architecture="phi3",
-        refine=_refine_gguf,
-        tensors=replace(GGUF_NAMES, **FUSED, qkv="attn_qkv", gate_up="ffn_up"),
+FAMILIES = (
+    ModelFamily(
+        architecture="Phi3ForCausalLM",
+        normalize=_normalize,
+        refine=_refine,
+        partial_rotary=True,
+        tensors=TensorNames(**FUSED, qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj"),
+        gguf=GGUFFormat(
+            architecture="phi3",
+            refine=_refine_gguf,
+            tensors=replace(GGUF_NAMES, **FUSED, qkv="attn_qkv", gate_up="ffn_up"),
+        ),
+        models=(SupportedModels(name="Phi-3, Phi-3.5, Phi-4, Phi-4-mini"),),
     ),
-    models=(SupportedModels(name="Phi-3, Phi-3.5, Phi-4, Phi-4-mini"),),
 )

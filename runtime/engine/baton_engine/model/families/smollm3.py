@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from baton_engine.model.families import llama
-from baton_engine.model.family import GGUFFormat, ModelFamily, SupportedModels
-from baton_engine.model.sliding import every
+from baton_engine.model.family import GGUFFormat, ModelFamily, SupportedModels, every
 from baton_engine.spec import ModelSpec
 
 UNROTATED_PERIOD = 4
@@ -29,10 +28,12 @@ def _refine_gguf(spec: ModelSpec, metadata: Mapping[str, Any]) -> ModelSpec:
     return replace(spec, unrotated_layers=tuple(not layer for layer in rotated))
 
 
-FAMILY = ModelFamily(
-    architecture="SmolLM3ForCausalLM",
-    normalize=lambda config: {"tie_word_embeddings": True, **config},
-    refine=_refine,
-    gguf=GGUFFormat(architecture="smollm3", refine=_refine_gguf, interleaved=True),
-    models=(SupportedModels(name="SmolLM3", tool_parsers=("hermes",), reasoning_parsers=("qwen3",)),),
+FAMILIES = (
+    ModelFamily(
+        architecture="SmolLM3ForCausalLM",
+        normalize=lambda config: {"tie_word_embeddings": True, **config},
+        refine=_refine,
+        gguf=GGUFFormat(architecture="smollm3", refine=_refine_gguf, interleaved=True),
+        models=(SupportedModels(name="SmolLM3", tool_parsers=("hermes",), reasoning_parsers=("qwen3",)),),
+    ),
 )

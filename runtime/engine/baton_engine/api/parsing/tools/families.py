@@ -13,9 +13,7 @@ from baton_api.errors import SetupError
 from baton_engine.api.parsing.tools import deepseek, qwen3_coder
 from baton_engine.api.parsing.tools.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from baton_engine.api.parsing.tools.family import ToolFamily
-from baton_engine.api.parsing.tools.hermes import HERMES
-from baton_engine.api.parsing.tools.llama3 import LLAMA3
-from baton_engine.api.parsing.tools.mistral import MISTRAL, MISTRAL_V11
+from baton_engine.api.parsing.tools.objects import HERMES, LLAMA3, MISTRAL, MISTRAL_V11
 from baton_engine.api.parsing.tools.pythonic import LLAMA4_PYTHONIC, PYTHONIC
 from baton_engine.api.parsing.tools.qwen3_coder import QWEN3_CODER
 from baton_engine.model import families as models
