@@ -58,7 +58,7 @@ class Header(msgspec.Struct, frozen=True):
     sums: tuple[int, ...]
     """A checksum of each piece of them."""
     digest: str
-    """`transfer.compatibility.weights_digest`."""
+    """`weights.weights_digest`."""
     loaded_bytes: int
     """`Weights.bytes`."""
 
