@@ -7,30 +7,46 @@ Blocks have their name as content, so that a block under another name is seen. E
 process that writes to the real store, at a random moment; then the folder is opened, and all that is found is
 read. Bits of the files are flipped, ten at a time; then all blocks are read, and those with flips are lost.
 Exit status 1: a wrong block was delivered, or fewer than 95 % of the finished blocks were found.
+
+    python -m benchmarks.disk_faults --worker FOLDER
+
+A real worker has its disk tier on an ext4 in memory, which root can mount. While 8 streams decode beside
+prompts of others, all writes of the file system wait for 5 s (`fsfreeze`), then all reads (`blkio.throttle`
+of cgroup v1). Prompts return from the disk, so that it is read. Exit status 1: a token differs from that of
+the first round, or a stream has not ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import errno
+import itertools
 import os
 import random
+import re
 import resource
 import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from baton_engine.tiers.disk import DiskStore
 from baton_engine.tiers.index import Place, TierIndex
 from baton_engine.tiers.slab import BLOCKS, HEADERS, PAGE, Bytes, stride_of, sum_of
 from baton_engine.tiers.store import Copy
+from benchmarks.serving import running, served_name
+from benchmarks.tiers import Client, Streamed, chill, random_tokens
 
 MODEL = b"of all processes"
 NAME = 16
@@ -40,6 +56,10 @@ AT_ONCE = 10
 
 MOST = 10**6
 """More blocks than a process writes."""
+
+STALL_S = 5.0
+
+BLOCK_GROUPS = Path("/sys/fs/cgroup/blkio")
 
 LONGEST_S = 0.06
 """Seconds after which a process is killed at the latest."""
@@ -223,13 +243,132 @@ def fill_up(folder: Path, slots: int, block: int) -> bool:
     return failed and unusable
 
 
+def command(*arguments: object) -> str:
+    done = subprocess.run([str(one) for one in arguments], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@contextlib.contextmanager
+def mounted(place: Path, size: int) -> Iterator[Path]:
+    """An ext4 in memory: its stalls are those of this program, not of a busy disk."""
+    memory, folder = place / "memory", place / "disk"
+    for each in memory, folder:
+        each.mkdir()
+    command("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", memory)
+    try:
+        with (memory / "image").open("wb") as image:
+            image.truncate(size - size // 16)
+        command("mkfs.ext4", "-q", "-F", memory / "image")
+        command("mount", "-o", "loop", memory / "image", folder)
+        try:
+            yield folder
+        finally:
+            command("umount", "-l", folder)
+    finally:
+        command("umount", "-l", memory)
+
+
+@contextlib.contextmanager
+def throttled(device: str, processes: Iterable[int]) -> Iterator[Callable[[int], None]]:
+    """Yields what sets the bytes per second at which these processes read a device; 0: without a limit."""
+    group = BLOCK_GROUPS / f"baton-disk-faults-{os.getpid()}"
+    group.mkdir()
+    try:
+        for process in processes:
+            (group / "cgroup.procs").write_text(str(process))
+
+        def limit(rate: int) -> None:
+            (group / "blkio.throttle.read_bps_device").write_text(f"{device} {rate}")
+
+        yield limit
+    finally:
+        for each in (group / "cgroup.procs").read_text().split():
+            (BLOCK_GROUPS / "cgroup.procs").write_text(each)
+        group.rmdir()
+
+
+def stall(place: Path, model: str, port: int) -> bool:
+    streams, tokens, beside = 8, 400, 512
+    room = streams * (64 + tokens) + 6 * beside
+    prompts = [random_tokens(64) for _ in range(streams)]
+    with mounted(place, 2**30) as disk:
+        flags = f"--port {port} --max-total-tokens {room} --kv-memory-tier 48MiB --kv-disk-tier {disk / 'kv'}"
+        baton = f"{Path(sys.executable).with_name('baton')} serve {model} {flags} --kv-disk-tier-size 700MiB"
+        with running(baton, port, place / "worker.log") as server:
+            processes = [server.pid, *(child.pid for child in psutil.Process(server.pid).children(True))]
+            device = command("mountpoint", "-d", disk)
+            with throttled(device, processes) as limit:
+                return _stall(Client(port, served_name(port)), disk, limit, prompts, tokens, beside)
+
+
+def _stall(
+    client: Client,
+    disk: Path,
+    limit: Callable[[int], None],
+    prompts: list[list[int]],
+    length: int,
+    beside: int,
+) -> bool:
+    returning = [random_tokens(beside) for _ in range(16)]
+    for prompt in returning * 2:  # the second use brings them to the disk
+        client.ask(prompt, 1)
+    expected: list[list[int]] | None = None
+    wrong = 0
+
+    def freeze(on: bool) -> None:
+        command("fsfreeze", "-f" if on else "-u", disk)
+
+    def stop_reads(on: bool) -> None:
+        chill(disk.rglob("blocks"))
+        limit(1000 if on else 0)
+
+    def nothing(on: bool) -> None:
+        pass
+
+    rounds = {"warm-up": nothing, "usual": nothing, "writes stall": freeze, "usual, 2": nothing}
+    rounds |= {"reads stall": stop_reads, "usual, 3": nothing}
+    print("| 8 streams | prompts beside | tokens/s | longest pause ms | wrong | restored, errors, paused |")
+    print("|---|---|---|---|---|---|")
+    for name, change in rounds.items():
+        again = itertools.cycle(returning)
+        others = (next(again) if number % 2 else random_tokens(beside) for number in itertools.count())
+        over = threading.Timer(STALL_S, change, (False,))
+        change(True)
+        try:
+            over.start()
+            streamed = Streamed.of(client, prompts, length, others)
+        finally:
+            over.join()
+        expected = expected or streamed.tokens
+        differ = sum(one != other for one, other in zip(expected, streamed.tokens, strict=True))
+        wrong += differ
+        state = tier_metrics(client.port)
+        row = f"{streamed.beside} | {streamed.rate:.0f} | {streamed.pause_ms:.0f} | {differ} | {state}"
+        print(f"| {name} | {row} |", flush=True)
+    return not wrong
+
+
+def tier_metrics(port: int) -> str:
+    """The disk's hits, failed writes, and whether it is left alone."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    values = dict(re.findall(r'^(baton_worker_tier_\w+)\{tier="disk"\} (\S+)$', text, re.MULTILINE))
+    names = ("block_hits_total", "write_errors_total", "paused")
+    return ", ".join(f"{float(values[f'baton_worker_tier_{name}']):.0f}" for name in names)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--flips", type=int, default=10_000)
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--block", type=int, default=65_536, help="bytes of a block")
+    parser.add_argument("--worker", help="a model, whose worker has a disk that stalls")
+    parser.add_argument("--port", type=int, default=8350)
     options = parser.parse_args()
+    if options.worker:
+        with tempfile.TemporaryDirectory() as folder:
+            sys.exit(not stall(Path(folder), options.worker, options.port))
     sizes = options.slots, options.block
     with tempfile.TemporaryDirectory() as folder:
         good = [
