@@ -30,8 +30,7 @@ from baton_api.kv_events import HOST_MEMORY, STORAGE
 from baton_engine.kv.cache import KVCache
 from baton_engine.kv.events import KvEvents
 from baton_engine.requests import LoadedAdapter
-from baton_engine.tiers import disk
-from baton_engine.tiers.disk import DiskStore, namespace_of
+from baton_engine.tiers.disk import DiskStore
 from baton_engine.tiers.slab import (
     BLOCKS,
     HEADERS,
@@ -581,27 +580,6 @@ def test_disk_writes_no_bytes_of_another_block(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, size_of(4), BLOCK, MODEL)
     assert [name for name, _ in store.found] == [b"\1" * 16]
     store.close()
-
-
-def test_namespace_differs_with_any_bit_of_the_weights_and_the_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    weights = folder / "a.safetensors"
-    content = bytearray(200_000)
-    seen = set()
-    for at in (0, 77_777, 199_999):
-        content[at] ^= 1
-        weights.write_bytes(content)
-        seen.add(namespace_of("one", folder))
-    seen.add(namespace_of("two", folder))
-    (folder / "b.safetensors").write_bytes(b"more")
-    seen.add(namespace_of("one", folder))
-    seen.add(namespace_of("one", weights))
-    assert len(seen) == 5, "a file and a folder with it alone are one model"
-    monkeypatch.setattr(disk, "__version__", "another one")
-    assert namespace_of("one", weights) not in seen
 
 
 def test_slab_with_other_blocks_or_another_format_begins_anew(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
+import shutil
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -23,10 +26,12 @@ from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.lora import LoraWeights
 from baton_engine.model.progress import SILENT
+from baton_engine.model.tensor_reader import samples
 from baton_engine.requests import Request
 from baton_engine.service import RoleServices
 from baton_engine.settings import WorkerSettings
 from baton_engine.spec import ModelSpec
+from baton_engine.tiers import namespace
 from baton_engine.worker import Worker, open_worker
 from tests.engine.models import make_model
 from tests.plain_http import PLAIN
@@ -260,6 +265,53 @@ async def test_worker_writes_its_memory_to_the_disk_and_finds_it_again(tiny: Pat
             assert 'baton_worker_tier_paused{tier="disk"} 0.0' in text
             assert 'baton_worker_tier_limit_bytes{tier="disk"} ' in text
     assert answers[0] == answers[1]
+
+
+def flip_between_samples(path: Path) -> None:
+    """Change a number that `weights_digest` does not read, and not the time of change."""
+    content, before = bytearray(path.read_bytes()), path.stat()
+    first = 8 + int.from_bytes(content[:8], "little")
+    header: dict[str, Any] = json.loads(content[8:first])
+    tensors = [one for name, one in header.items() if name != "__metadata__"]
+    begin, end = max((one["data_offsets"] for one in tensors), key=lambda offsets: offsets[1] - offsets[0])
+    count = (end - begin) // 4
+    read = {number for sample in samples(count, 4) for number in sample}
+    content[first + begin + 4 * next(number for number in range(count) if number not in read)] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+async def test_worker_with_other_weights_types_or_version_finds_nothing_on_the_disk(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters and salts: `test_disk_other_models_and_tenants_find_nothing`."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny, model)
+    prompt = tuple((3 + position * 8 + position**2) % 64 for position in range(490))
+
+    async def found(dtype: str = "bfloat16") -> int:
+        """Start, and answer once. Returns the blocks that the disk had at the start."""
+        given = settings(
+            model,
+            dtype=dtype,
+            kv_memory_tier=BLOCK_BYTES * 100,
+            kv_disk_tier=str(tmp_path / "kv"),
+            kv_disk_tier_size=2 * 2**20,
+        )
+        async with open_worker(given) as worker:
+            blocks = worker.engine.snapshot().tiers[1].blocks
+            request = Request("a", prompt, SamplingParams(temperature=0.0, max_tokens=8))
+            _ = [output async for output in worker.client.generate(request)]
+        return blocks
+
+    assert await found() == 0
+    assert await found() >= 30
+    assert [await found("float32"), await found()] == [0, 0], "blocks of another size empty the folder"
+    assert await found() >= 30
+    flip_between_samples(next(model.glob("*.safetensors")))
+    assert await found() == 0, "a fine-tune whose difference the digest of `Compatibility` does not have"
+    monkeypatch.setattr(namespace, "__version__", "another one")
+    assert await found() == 0
 
 
 async def test_worker_cache_and_tier_must_fit_into_the_memory_together(

@@ -59,7 +59,8 @@ from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings
 from baton_engine.spec import ModelSpec
 from baton_engine.speculation.loading import check_draft, load_draft, speculation_tokens
-from baton_engine.tiers.disk import DiskStore, namespace_of
+from baton_engine.tiers.disk import DiskStore
+from baton_engine.tiers.namespace import Weights
 from baton_engine.tiers.store import MemoryStore
 from baton_engine.tiers.tier import Tier
 from baton_engine.tracing import WorkerTracing, tracing_of
@@ -392,12 +393,13 @@ def _open_disk(
     """Open the tier on a disk, without slots if the disk cannot be used. Raises SetupError."""
     folder, size = Path(settings.kv_disk_tier).expanduser(), settings.kv_disk_tier_size
     try:
-        namespace = namespace_of(compatibility.digest, checkpoint.path)
+        weights = Weights.of(checkpoint.path, folder)
     except OSError as error:
         raise SetupError(f"Cannot read {checkpoint.path}: {error}.") from error
-    store = DiskStore(folder, size, cache.block_bytes, namespace)
+    store = DiskStore(folder, size, cache.block_bytes, weights.namespace(compatibility.digest))
     tier = Tier(store, cache, above=above)
     if store.slots:
+        weights.keep(folder)
         counts = store.slots, show_size(size), folder, len(store.found)
         log.info("%d KV blocks fit into the disk tier of %s in %s, which has %d of this model", *counts)
     else:

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
-from baton_api import __version__
 from baton_api.errors import SetupError
 from baton_api.kv_events import STORAGE
 from baton_api.setting_types import show_size
 from baton_engine.machine import trusted
 from baton_engine.tiers.index import Place
-from baton_engine.tiers.slab import HEADERS, NAME_BYTES, Bytes, Header, Slab, slots_of
+from baton_engine.tiers.slab import HEADERS, Bytes, Header, Slab, slots_of
 from baton_engine.tiers.store import Copy, Read
 
 log = logging.getLogger(__name__)
-
-PIECE_BYTES = 64 * 2**20
-"""Bytes of a checkpoint that one thread sums at once."""
-
-READERS = 4
 
 
 class DiskStore:
@@ -121,34 +112,3 @@ class DiskStore:
         if self._slab is not None:
             self._slab.close()
         self._slab = None
-
-
-def namespace_of(compatibility: str, checkpoint: Path) -> bytes:
-    """
-    Return what distinguishes the blocks of a model: the digest of `Compatibility`, Baton's version, and all
-    bytes of the checkpoint, a folder or a .gguf file. Raises OSError.
-
-    The digest of `Compatibility` has samples of the weights only. A disk outlives a fine-tune, which may
-    change others.
-    """
-    files = [checkpoint]
-    if checkpoint.is_dir():
-        files = sorted(path for path in checkpoint.iterdir() if path.suffix == ".safetensors")
-    pieces = [(file, at) for file in files for at in range(0, file.stat().st_size, PIECE_BYTES)]
-    digest = hashlib.sha256(f"baton-kv-blocks {__version__} {compatibility}".encode())
-    with ThreadPoolExecutor(READERS) as readers:
-        for each in readers.map(_sum_of_piece, pieces):
-            digest.update(each)
-    return digest.digest()[:NAME_BYTES]
-
-
-def _sum_of_piece(piece: tuple[Path, int]) -> bytes:
-    path, at = piece
-    total = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
-        file.seek(at)
-        left = PIECE_BYTES
-        while left and (data := file.read(min(left, 2**20))):
-            total.update(data)
-            left -= len(data)
-    return total.digest()

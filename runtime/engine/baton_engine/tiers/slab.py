@@ -41,7 +41,7 @@ FORMAT = 1
 NAME_BYTES = 16
 """Of a namespace, and of the chain hash of a block."""
 
-BLOCKS, HEADERS, LOCK = "blocks", "headers", "lock"
+BLOCKS, HEADERS, LOCK, WEIGHTS = "blocks", "headers", "lock", "weights-digest"
 PAGE = 4096
 """Slots begin at a multiple of it, and the headers after the first one, which describes the folder."""
 
@@ -50,6 +50,9 @@ MAGIC = b"KV blocks of Baton\n"
 
 LOCK_TRIES, LOCK_WAIT_S = 100, 0.01
 """A lock that is only read is waited for: `in_use` holds it for a moment."""
+
+CLEARED_BYTES = 2**20
+"""Of headers, at once."""
 
 DISK_SHARE = 0.95
 """Fraction of the space of a disk that a folder takes at most. File systems need some themselves."""
@@ -145,7 +148,7 @@ class Slab:
                 os.fdatasync(headers)
             before = _sizes(headers, blocks)
             try:
-                os.ftruncate(headers, PAGE + slots * _HEADER.size)
+                _allocate(headers, PAGE + slots * _HEADER.size)
                 _allocate(blocks, slots * stride_of(block_bytes))
             except OSError:
                 with contextlib.suppress(OSError):  # what was allocated now is of no use to anybody
@@ -237,9 +240,11 @@ class Slab:
             os.posix_fadvise(self._blocks, slot * self._stride, self.block_bytes, os.POSIX_FADV_WILLNEED)
 
     def clear(self) -> None:
-        """Forget all blocks."""
-        os.ftruncate(self._headers, PAGE)
-        os.ftruncate(self._headers, PAGE + self.slots * _HEADER.size)
+        """Forget all blocks. The headers keep their disk space."""
+        end = PAGE + self.slots * _HEADER.size
+        empty = memoryview(bytes(CLEARED_BYTES))
+        for at in range(PAGE, end, CLEARED_BYTES):
+            _write(self._headers, empty[: end - at], at)
         self._used.clear()
 
     def verify(self) -> Checked:
@@ -285,11 +290,10 @@ def locked(folder: Path, sleep: Callable[[float], None] = time.sleep) -> int:
             sleep(LOCK_WAIT_S)
         else:
             raise BlockingIOError
-        before = os.pread(file, 32, 0).strip(b"\0\n")
+        before = os.pread(file, 32, 0).strip(b"\0\n ")
         if before and not before.isdigit():
             raise OSError(errno.EEXIST, "its files are not KV blocks")
-        os.ftruncate(file, 0)
-        _write(file, b"%d\n" % os.getpid(), 0)
+        _write(file, b"%-15d\n" % os.getpid(), 0)  # in place: on a full disk no file may grow
     except BlockingIOError:
         holder = os.pread(file, 32, 0).decode(errors="replace").strip() or "unknown"
         os.close(file)
@@ -325,7 +329,8 @@ def delete(folder: Path) -> int:
     try:
         os.close(_open_ours(folder))
         size = 0
-        for path in folder / BLOCKS, folder / HEADERS:  # the headers last: they say whose blocks those are
+        for name in WEIGHTS, BLOCKS, HEADERS:  # the headers last: they say whose blocks those are
+            path = folder / name
             with contextlib.suppress(FileNotFoundError):
                 size += path.lstat().st_size
                 path.unlink()
