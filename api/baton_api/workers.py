@@ -8,6 +8,9 @@ import msgspec
 
 from baton_api.engines import EngineKind
 
+PEER = "peer"
+"""Source of tokens of a prompt, beside the tiers: their KV blocks were read from another worker."""
+
 
 class Role(enum.StrEnum):
     """The work that a worker does."""
@@ -70,3 +73,6 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Why the worker refuses the ticket that came with `GET /load`. Empty: it accepts it, or needs none."""
     local_prefill: bool = True
     """Whether it computes prompts itself, without a prefill worker."""
+    peers: bool = False
+    """Of a prefill worker: whether it reads cached KV blocks of decode workers. Of a decode worker: whether
+    they can read its blocks."""

@@ -102,6 +102,7 @@ async def test_peer_read_brings_what_the_decode_worker_generated() -> None:
         assert (outputs[0].cached_tokens, outputs[0].peer_tokens) == (48, READ)
         relay = outputs[0].relay
         assert relay is not None and relay.computed_tokens == len(prompt) - 48
+        assert relay.compute_s > 5 * 1000, "with the time of reading"
         # The other way, only blocks move that the decode worker does not have.
         assert (relay.local_tokens, relay.blocks) == (48, 2)
         assert reads(pair) == {"read": 1}

@@ -8,8 +8,9 @@ import pytest
 
 from baton_api.hashing import root_hash
 from baton_api.sampling import SamplingParams
+from baton_api.workers import PEER
 from baton_engine.kv.events import Change, KvEvents, Stored
-from baton_engine.requests import PEER, Fetch
+from baton_engine.requests import Fetch
 from baton_engine.scheduling.scheduler import YIELDS, Scheduler, StepPlan
 from baton_engine.scheduling.sequence import Sequence, Stage
 from tests.engine.serving import Recipient, prompt_of

@@ -13,7 +13,7 @@ from prometheus_client.registry import CollectorRegistry
 
 from baton_api import metrics
 from baton_api.kv_events import BlockRemoved, BlockStored
-from baton_api.workers import Load, Role
+from baton_api.workers import PEER, Load, Role
 from baton_router.cache.tiers import MEDIA, Tier
 from baton_router.requests.picker import PickRequest
 from baton_router.scheduling.placement import Placement, explain
@@ -26,7 +26,7 @@ from baton_router.workers.costs import (
     WorkerKind,
 )
 from baton_router.workers.worker_state import ACCURACY_REQUESTS, WorkerState
-from tests.router.test_placement_planner import Cluster, text
+from tests.router.test_placement_planner import Cluster, talk, text
 
 MEMORY, DISK, SHARED = Tier.MEMORY, Tier.DISK, Tier.SHARED
 BLOCKS = list(range(1, 313))
@@ -36,7 +36,7 @@ COST = WorkerKind(CostPrior(prefill=(0.0, 0.1, 0.0))).new_worker()
 """0.1 ms for each token."""
 
 
-def costs(**token_s: float) -> dict[Tier, TransferCost]:
+def costs(**token_s: float) -> dict[str, TransferCost]:
     """Seconds per token of each tier, without a start."""
     return {Tier(name): TransferCost(RunningAverage(each), 0.0) for name, each in token_s.items()}
 
@@ -321,3 +321,95 @@ def test_expected_tokens_are_counted_by_tier() -> None:
         (metrics.ROUTER_RESTORED_TOKENS.name, {"tier": "memory"}, 4_999 - hot),
     ):
         assert registry.get_sample_value(name, labels) == value
+
+
+class Peered(Cluster):
+    """
+    A pair whose decode worker generated an answer of 8,000 bytes, and prefill workers that may read it.
+
+    All compute 0.1 ms for each token.
+    """
+
+    def __init__(self, prefills: int = 2, peers: bool = True, decodes: int = 1) -> None:
+        super().__init__(decodes=decodes, prefills=prefills, local_tokens=0)
+        load: dict[str, Any] = {"model": "tiny", "epoch": "1", "compatibility": "c", "total_blocks": 10_000}
+        for one in (*self.decodes, *self.prefills):
+            role, control = (Role.PREFILL, "x:1") if one in self.prefills else (Role.DECODE, "")
+            one.answered(Load(role=role, control=control, free_blocks=10_000, peers=peers, **load))
+        for one in self.prefills:
+            cost = self.planner.worker_states.of(one).prefill_cost
+            for tokens in range(1_000, 1_000 * (4 * RELIABLE_AFTER), 1_000):
+                cost.learn(tokens, tokens, tokens * 1e-4)
+        self.first = self.serve(talk("q" * 4_000))
+        self.turn = talk("q" * 4_000, "a" * 8_000, "and then?" * 400)
+        """1,000 tokens, 2,000 generated ones, and 900 new ones."""
+
+    def plan(self) -> Placement:
+        """Where the next turn would go; it is not sent."""
+        placement = self.planner.plan(PickRequest(model="tiny", prompt=self.turn), self.now)
+        assert placement is not None
+        return placement
+
+    def state(self, placement: Placement) -> WorkerState:
+        assert placement.pair.prefill is not None
+        return self.planner.worker_states.of(placement.pair.prefill)
+
+
+def test_prompt_is_priced_with_what_the_prefill_worker_reads_from_the_decode_worker() -> None:
+    cluster = Peered()
+    placement = cluster.send(cluster.turn)
+    assert placement.pair == cluster.first.pair
+    assert tokens_of(placement.restored) == {"peer": 2_000}
+    assert placement.option.cached == 3_000 and placement.expected_cached == placement.hot == 1_000
+    start_s, token_s = 0.02, 5e-5
+    assert placement.compute_s == pytest.approx(start_s + 2_000 * token_s + 900 * 1e-4, abs=0.01)
+    assert placement.option.first_token_s == pytest.approx(placement.compute_s, abs=0.02)
+    assert explain(placement)["restored"] == {"peer": 2_000}
+
+
+@pytest.mark.parametrize("decodes", [2, 8])
+def test_pair_of_the_worker_that_generated_the_answer_is_found_among_many(decodes: int) -> None:
+    """It is one of the candidates, although others have fewer streams."""
+    cluster = Peered(decodes=decodes)
+    cluster.planner.worker_states.of(cluster.first.pair.decode).streams.book(99, 500, 1)
+    placement = cluster.send(cluster.turn)
+    assert placement.pair.decode is cluster.first.pair.decode
+    assert placement.restored
+
+
+def test_workers_that_read_no_peers_are_priced_as_computing() -> None:
+    cluster = Peered(peers=False)
+    placement = cluster.send(cluster.turn)
+    assert (placement.option.cached, placement.restored, placement.reachable) == (1_000, (), ())
+    assert placement.compute_s == pytest.approx(2_900 * 1e-4, abs=0.01)
+
+
+def test_peer_that_is_slower_than_computing_is_priced_as_computing() -> None:
+    cluster = Peered()
+    for one in cluster.prefills:
+        cluster.planner.worker_states.of(one).restore[PEER] = TransferCost(RunningAverage(1e-3), 0.0)
+    placement = cluster.send(cluster.turn)
+    assert (placement.option.cached, placement.restored) == (1_000, ())
+    assert tokens_of(placement.reachable) == {"peer": 2_000}
+
+
+@pytest.mark.parametrize("token_s", [2e-6, 2e-5, 9e-5])
+def test_time_of_reading_from_a_peer_is_learned(token_s: float) -> None:
+    cluster = Peered()
+    for _ in range(60):
+        placement = cluster.plan()
+        took = 0.02 + 2_000 * token_s + cluster.state(placement).prefill_cost.seconds(900, 3_900)
+        cluster.planner.began(placement, cluster.report(placement, 3_000, took), cluster.now)
+    cost = cluster.state(placement).restore[PEER]
+    assert cost.seconds(2_000, 0.0) == pytest.approx(0.02 + 2_000 * token_s, rel=0.2)
+
+
+def test_peer_that_is_never_read_becomes_as_dear_as_computing_and_no_cache_counts_as_wrong() -> None:
+    cluster = Peered()
+    for _ in range(ACCURACY_REQUESTS):
+        placement = cluster.plan()
+        took = cluster.state(placement).prefill_cost.seconds(2_900, 3_900)
+        cluster.planner.began(placement, cluster.report(placement, 1_000, took), cluster.now)
+    assert not cluster.state(placement).accuracy.broken
+    assert placement.restored == ()
+    assert placement.compute_s == pytest.approx(2_900 * 1e-4, abs=0.01)

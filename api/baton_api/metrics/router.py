@@ -17,6 +17,7 @@ from baton_api.metrics.metric import (
 )
 from baton_api.prompt_report import Fallback
 from baton_api.request_classes import CLASSES
+from baton_api.workers import PEER
 
 CLASS = Label("class", tuple(CLASSES))
 WORKER = Label("worker", bound="current workers, by address")
@@ -247,14 +248,16 @@ ROUTER_PREFIX_TOKENS = Metric(
     "Prompt tokens: all, expected to be cached, and cached.",
     (Label("kind", ("prompt", "expected", "cached")),),
 )
-_TIER = Label("tier", ("memory", "disk", "shared"))
+_TIERS = ("memory", "disk", "shared")
+_TIER = Label("tier", _TIERS)
 ROUTER_RESTORED_TOKENS = Metric(
     "baton_router_restored_tokens_total",
     "counter",
     "tokens",
     "Prompt tokens that were expected to be cached in a tier of the worker, which restores them, by tier. "
-    "They are a part of the expected ones of baton_router_prefix_tokens_total.",
-    (_TIER,),
+    "They are a part of the expected ones of baton_router_prefix_tokens_total, but for those of a peer: the "
+    "decode worker, whose cache the prefill worker reads.",
+    (Label("tier", (*_TIERS, PEER)),),
 )
 ROUTER_TRANSFER = Metric(
     "baton_router_transfer_seconds",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from baton_router.workers.costs import NEVER
@@ -54,6 +54,8 @@ PrefillOffer = tuple[float, float, int, int]
 DecodeOffer = tuple[float, float, float, float, int, int, int]
 """Price with a prefill worker; price and seconds to first token with local prefill; seconds until blocks are
 free; cached tokens; streams; queued prompts."""
+
+NO_PEERS: Mapping[int, Callable[[int], PrefillOffer]] = {}
 
 PlainOption = tuple[float, float, int, int, int, int]
 """A `PairOption` before it is chosen."""
@@ -125,6 +127,7 @@ def pair_options(
     context: int,
     pair_only: Collection[int] = (),
     transfer_weight: float = 1.0,
+    peers: Mapping[int, Callable[[int], PrefillOffer]] = NO_PEERS,
 ) -> list[PlainOption]:
     """
     The options worth comparing, the cheapest first; at least one if there are decode workers.
@@ -132,7 +135,8 @@ def pair_options(
     Workers are numbered by their index in `decodes` and `prefills`. `transfer_s` is called for some pairs of
     a prefill and a decode worker; each second costs `transfer_weight`. Local prefill of more than
     `local_prefill_limit` tokens is an option only without a pair, and never for the decode workers in
-    `pair_only`.
+    `pair_only`. `peers` are decode workers of which prefill workers can read a part of the prompt, with the
+    offer of a prefill worker that does.
     """
     options: list[PlainOption] = []
     paired: set[int] = set()
@@ -140,9 +144,12 @@ def pair_options(
         if group.prefills:
             count = len(options)
             targets = _cheapest(group.decodes, decodes)
+            if peers:
+                targets = [*targets, *(one for one in peers if one in group.decodes and one not in targets)]
             for source in _cheapest(group.prefills, prefills):
-                price, computed, cached, waiting = prefills[source]
+                alone = prefills[source]
                 for target in targets:
+                    price, computed, cached, waiting = peers[target](source) if target in peers else alone
                     generating, _, _, blocks_free, _, streams, _ = decodes[target]
                     moving = transfer_s(source, target)
                     if moving == NEVER:

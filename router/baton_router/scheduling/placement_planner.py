@@ -7,6 +7,7 @@ booking remains.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import logging
 import math
@@ -16,13 +17,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from baton_api.profiles import Profile
 from baton_api.prompt_report import PromptReport
+from baton_api.workers import PEER
 from baton_router.requests.picker import DirectRoute, PickRequest
 from baton_router.scheduling import pair_selection
 from baton_router.scheduling.candidates import CandidateCache, Candidates
 from baton_router.scheduling.pair_selection import (
+    CANDIDATES_PER_GROUP,
     LOCAL_PREFILL,
     DecodeOffer,
     PlainOption,
+    PrefillOffer,
     PromptWork,
 )
 from baton_router.scheduling.placement import ALTERNATIVES_SHOWN, DecisionCounters, Placement
@@ -116,7 +120,8 @@ class PlacementPlanner:
                 slot: [(tier, int(size / ratio)) for tier, size in reached]
                 for slot, reached in self.worker_states.reach(prompt).items()
             }
-        options = self._options(candidates, tokens, cached, reach, now, ahead, queued_s)
+        peers = self._peers(candidates, tokens, cached)
+        options = self._options(candidates, tokens, cached, reach, peers, now, ahead, queued_s)
         option = pair_selection.choose_option(options, self._rng)
         decode_state = prefill_state = candidates.decode_states[option.decode]
         if option.prefill != LOCAL_PREFILL:
@@ -126,12 +131,17 @@ class PlacementPlanner:
             each = math.ceil(others / max(1, cost.prompts - 1))
             others_s = others / each * prefill_state.prefill_cost.seconds(each, each)
             option = option._replace(first_token_s=option.first_token_s + others_s)
-        hot, reached = cached.get(prefill_state.slot, 0), reach.get(prefill_state.slot)
-        expected_cached = min(hot, tokens - 1)
+        hot, reached = cached.get(prefill_state.slot, 0), reach.get(prefill_state.slot, ())
+        expected_cached = (
+            self._prompt_plan(prefill_state, 1.0, hot, reached, tokens).cached
+            if reached
+            else min(hot, tokens - 1)
+        )
         plan: PromptPlan | None = None
+        if option.prefill != LOCAL_PREFILL and option.decode in peers and prefill_state.peers:
+            reached = [*reached, (PEER, peers[option.decode])]  # not expected: the worker may compute instead
         if reached:
             whole = self._prompt_plan(prefill_state, 1.0, hot, reached, tokens)
-            expected_cached = whole.cached
             plan = self._prompt_plan(prefill_state, prefill_state.cache_weight, hot, reached, tokens)
             plan = plan._replace(reachable=whole.reachable)  # the worker may restore what no price counts on
             compute_s = plan.seconds
@@ -166,6 +176,7 @@ class PlacementPlanner:
         tokens: int,
         cached: dict[int, int],
         reach: Mapping[int, Reach],
+        peers: Mapping[int, int],
         now: float,
         ahead: Mapping[int, float],
         queued_s: float,
@@ -173,17 +184,20 @@ class PlacementPlanner:
         """
         The pairs of workers for a prompt of `tokens`, the cheapest first.
 
-        `cached`: tokens in the pool, by slot; `reach`: with tiers, for workers that have some.
+        `cached`: tokens in the pool, by slot; `reach`: with tiers, for workers that have some; `peers` as
+        returned by `_peers`.
         """
         generating, computing = candidates.decode_states, candidates.prefill_states
         each = queued_s / len(computing or generating)
 
-        def works(states: Iterable[WorkerState]) -> Iterator[PromptWork]:
+        def works(states: Iterable[WorkerState], peer: Reach = ()) -> Iterator[PromptWork]:
+            """`peer`: what all of them can read from another worker."""
             for state in states:
                 slot, prefills = state.slot, state.prefills
                 hits = cached.get(slot, 0)
-                if reach and slot in reach:
-                    plan = self._prompt_plan(state, state.cache_weight, hits, reach[slot], tokens)
+                if peer or (reach and slot in reach):
+                    reached = [*reach.get(slot, ()), *peer]
+                    plan = self._prompt_plan(state, state.cache_weight, hits, reached, tokens)
                     hits, compute_s = plan.cached, plan.seconds
                 else:
                     if hits:
@@ -199,6 +213,16 @@ class PlacementPlanner:
             for state, work in zip(generating, works(generating), strict=True)
         ]
         prefills = [self.policy.prefill_offer(work) for work in works(computing)]
+
+        def reading(end: int) -> Callable[[int], PrefillOffer]:
+            def offer(source: int) -> PrefillOffer:
+                state = computing[source]
+                if not state.peers:
+                    return prefills[source]
+                return self.policy.prefill_offer(next(works((state,), ((PEER, end),))))
+
+            return offer
+
         transfers = candidates.transfers
         return pair_selection.pair_options(
             decodes,
@@ -209,7 +233,24 @@ class PlacementPlanner:
             tokens,
             candidates.pair_only,
             self.policy.transfer_weight,
+            {target: reading(end) for target, end in peers.items()},
         )
+
+    @staticmethod
+    def _peers(candidates: Candidates, tokens: int, cached: Mapping[int, int]) -> dict[int, int]:
+        """
+        The decode workers of which prefill workers can read a part of the prompt, and how many tokens.
+
+        Those that have most of it come first, and others are left out.
+        """
+        if not cached or not any(state.peers for state in candidates.prefill_states):
+            return {}
+        held = [
+            (min(cached[state.slot], tokens - 1), number)
+            for number, state in enumerate(candidates.decode_states)
+            if state.peers and cached.get(state.slot, 0) >= MIN_RESTORED_TOKENS
+        ]
+        return {number: end for end, number in heapq.nlargest(CANDIDATES_PER_GROUP, held)}
 
     @staticmethod
     def _prompt_plan(state: WorkerState, weight: float, hot: int, reach: Reach, tokens: int) -> PromptPlan:
@@ -359,6 +400,9 @@ class PlacementPlanner:
         uncached = max(1, report.tokens - cached)
         if restored < MIN_RESTORED_TOKENS:
             state.prefill_cost.learn(uncached, report.tokens, compute_s)
+            source, tokens = placement.restored[-1] if placement.restored else ("", 0)
+            if source == PEER and state is placement.prefill_state:  # it was not read: so it costs as much
+                state.restore[PEER].learn(tokens, state.prefill_cost.seconds(tokens, placement.tokens))
             return
         tier, tokens = placement.reachable[0]
         if restored <= tokens * report.tokens / placement.tokens and state.prefill_cost.is_calibrated:

@@ -1,10 +1,11 @@
 """
 Whether a worker restores cached tokens from its tiers or computes them: what is sooner by prediction.
 
-A worker's pool has the beginning of a prompt, and its tiers continue it for some way. Each tier ends at some
-token, and up to each end the worker can restore and compute the rest. Restoring from a slow tier can take
-longer than computing: then it is priced as computing. vLLM and SGLang restore whatever they find, so for them
-that price is a lower bound.
+A worker's pool has the beginning of a prompt, and its tiers continue it for some way. For a prefill worker,
+the pool of the decode worker is one more tier, which has the answers that it generated. Each tier ends at
+some token, and up to each end the worker can restore and compute the rest. Restoring from a slow tier can
+take longer than computing: then it is priced as computing. vLLM and SGLang restore whatever they find, so for
+them that price is a lower bound.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from baton_router.cache.tiers import Tier
 from baton_router.workers.costs import PrefillCost, TransferCost
 
-Reach = Sequence[tuple[Tier, int]]
+Reach = Sequence[tuple[str, int]]
 """For each tier of a worker, how many tokens the pool, this tier and those before it have in a row."""
 
-Restored = tuple[tuple[Tier, int], ...]
-"""Tokens from each tier."""
+Restored = tuple[tuple[str, int], ...]
+"""Tokens from each tier, or `PEER`."""
 
 
 class PromptPlan(NamedTuple):
@@ -35,7 +35,7 @@ class PromptPlan(NamedTuple):
 
 
 def soonest(
-    cost: PrefillCost, restore: Mapping[Tier, TransferCost], hot: int, reach: Reach, tokens: int
+    cost: PrefillCost, restore: Mapping[str, TransferCost], hot: int, reach: Reach, tokens: int
 ) -> PromptPlan:
     """
     The quickest way to a prompt of `tokens`, of which the pool has `hot`.

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton_api.profiles import Profile
+from baton_api.workers import PEER
 from baton_router.cache.prompt_chunks import BYTES_PER_TOKEN
 from baton_router.cache.tiers import Tier
 
@@ -61,9 +62,15 @@ class CostPrior:
 DEFAULT_PRIOR = CostPrior()
 
 
-RESTORE_PRIORS = {Tier.MEMORY: (1e-5, 0.002), Tier.DISK: (5e-5, 0.005), Tier.SHARED: (1e-4, 0.01)}
+RESTORE_PRIORS: dict[str, tuple[float, float]] = {
+    Tier.MEMORY: (1e-5, 0.002),
+    Tier.DISK: (5e-5, 0.005),
+    Tier.SHARED: (1e-4, 0.01),
+    PEER: (5e-5, 0.02),
+}
 """Assumed seconds per restored token, and of starting, before the first measurement. With 128 KiB per token
-they mean 13 GB/s, 2.6 GB/s and 1.3 GB/s: a copy to an accelerator, a local disk and a network."""
+they mean 13 GB/s, 2.6 GB/s and 1.3 GB/s: a copy to an accelerator, a local disk and a network. A peer is
+asked first, and is often on the same machine."""
 
 
 class WorkerKind:
@@ -80,7 +87,7 @@ class WorkerKind:
             tier: TransferCost(RunningAverage(token_s), start_s)
             for tier, (token_s, start_s) in RESTORE_PRIORS.items()
         }
-        """By tier, what restoring tokens costs. Measurements are rare, so the kind shares them."""
+        """By tier, or `PEER`, what restoring tokens costs. Measurements are rare, so the kind shares them."""
         self._typical = LeastSquares(prior.prefill)
         self._untried: list[LeastSquares] = []
 

@@ -93,6 +93,7 @@ class WorkerState:
         "epoch",
         "free_blocks",
         "named_blocks",
+        "peers",
         "prefill_cost",
         "prefills",
         "restore",
@@ -121,6 +122,8 @@ class WorkerState:
         self.named_blocks = 0
         """Tokens of a block whose name follows from its tokens (`cache.token_blocks`); 0 for other engines,
         or without KV events."""
+        self.peers = False
+        """As in `Load`."""
         self._load: Load | None = None
 
     @property
@@ -135,7 +138,7 @@ class WorkerState:
         if load is self._load:
             return
         self._load = load
-        self.block_size = load.block_size
+        self.block_size, self.peers = load.block_size, load.peers
         self.total_blocks, self.free_blocks = load.total_blocks, load.free_blocks
         foreign = load.engine is not EngineKind.BATON and bool(load.kv_events)
         self.named_blocks = load.block_size if foreign else 0

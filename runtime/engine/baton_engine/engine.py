@@ -422,8 +422,8 @@ class Engine:
         """`counted`: as in `_note_admission`."""
         request, fetch, source = sequence.request, sequence.fetch, sequence.source
         assert source is not None and fetch is not None
-        if source is not request.remote and source is not request.cached_prefix and not sequence.admitted_at:
-            sequence.admitted_at = self._clock()  # a tier's time is part of computing
+        if source is not request.remote and not sequence.admitted_at:
+            sequence.admitted_at = self._clock()  # the time of reading is part of computing
         if not counted:
             self._count_lookup(sequence)
         try:

@@ -257,10 +257,6 @@ class LentBlocks:
     """The device may not have written them before it."""
 
 
-PEER = "peer"
-"""`CachedPrefix.name` of another worker."""
-
-
 class CachedPrefix(RemotePrefill, Protocol):
     """
     Leading blocks of a prompt that another worker, or a tier of this one, has cached. Fetches them, computes

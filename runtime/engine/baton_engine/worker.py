@@ -148,6 +148,7 @@ class Worker:
             kv_events=self.publisher.endpoint if self.publisher else "",
             kv_replay=self.publisher.replay_endpoint if self.publisher else "",
             version=__version__,
+            peers=self.settings.kv_peers and self.settings.role is not Role.BOTH,
         )
 
     def control_load(self) -> tuple[int, int]:

@@ -139,7 +139,7 @@ async def test_drain_finishes_running_requests_and_rejects_new_ones() -> None:
             "queued_tokens": 0, "step_s": 0.0, "free_blocks": 7, "total_blocks": 0, "block_size": 16,
             "draining": True, "control": "", "epoch": "", "compatibility": "",
             "kv_events": "", "kv_replay": "", "engine": "baton", "adapters": [], "local_prefill": True,
-            "name": "", "version": "", "ticket_refusal": "",
+            "name": "", "version": "", "ticket_refusal": "", "peers": False,
         }  # fmt: skip
         api.model.go.clear()
         running = asyncio.create_task(api.chat())

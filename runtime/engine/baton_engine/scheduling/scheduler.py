@@ -23,9 +23,10 @@ from collections import Counter, abc
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from baton_api.workers import PEER
 from baton_engine.kv.block_pool import BlockPool
 from baton_engine.kv.events import KvEvents
-from baton_engine.requests import PEER, CachedPrefix, Fetch, RemotePrefill
+from baton_engine.requests import CachedPrefix, Fetch, RemotePrefill
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.sequence import Sequence, Stage
 from baton_engine.scheduling.waiting import WaitingQueue

@@ -22,7 +22,8 @@ from baton_api import logs, tickets
 from baton_api.errors import IncompatiblePeer, TransferFailed
 from baton_api.messages import Abort, Checksums, Chunk, Commit, Done, Failed, ReadCached
 from baton_api.prompt_report import Fallback
-from baton_engine.requests import PEER, Fetch, FetchResult
+from baton_api.workers import PEER
+from baton_engine.requests import Fetch, FetchResult
 from baton_engine.streams import Event
 from baton_engine.tiers.policy import PeerSpeed, read_within_s
 from baton_engine.transfer import Pull, Pulled, Transfer
