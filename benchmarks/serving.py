@@ -41,7 +41,7 @@ from baton_cli.bench.connection import Answer, Connection
 from baton_cli.bench.outcomes import events
 
 START_LIMIT_S = 300
-SETTLE_S = 0.3
+SETTLE_S = 1.0
 """Quiet time between the streams' first tokens and the big prompt, and after its answer."""
 
 

@@ -96,6 +96,18 @@ def up(
     decode: Annotated[
         int, typer.Option(help="Number of decode workers.", min=1, metavar="N", rich_help_panel="Processes")
     ] = 1,
+    prefill_share: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the cores that prefill workers get while both prefill and decode workers compute. "
+            "A higher one computes prompts sooner and streams more slowly. Default: by their number.",
+            show_default=False,
+            min=0.1,
+            max=0.9,
+            metavar="SHARE",
+            rich_help_panel="Processes",
+        ),
+    ] = None,
     verbose: Annotated[
         bool | None,
         typer.Option(
@@ -110,7 +122,7 @@ def up(
     from baton_cli import up as local
 
     router = {name: given.pop(name) for name in LOCAL_ROUTER_FIELDS if name in given}
-    local.up(prefill, decode, verbose, router, _given(given, model, model_path))
+    local.up(prefill, decode, prefill_share, verbose, router, _given(given, model, model_path))
 
 
 def chat(

@@ -72,6 +72,8 @@ class Plan:
     """Model names that requests may use. Responses contain the first one."""
     prefill: int = 1
     decode: int = 1
+    prefill_share: float | None = None
+    """Share of the cores that prefill workers get while all workers compute. None: by their number."""
     router: RouterSettings = field(default_factory=LocalRouterSettings)
     worker: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `WorkerSettings` from the command line."""
@@ -101,7 +103,7 @@ class Plan:
         for role in self.roles:
             name = f"{role}-{counts[role]}"
             counts[role] += 1
-            shared = {"shared_cores": seats[len(commands)]} if seats else {}
+            shared = {"shared_cores": seats[len(commands)], **self._compute_share(role)} if any(seats) else {}
             named = {**shared, **flags, "name": name, "served_model_name": self.names, "host": "127.0.0.1"}
             if disk := named.get("kv_disk_tier"):
                 named["kv_disk_tier"] = str(Path(disk) / name)  # one worker uses a folder
@@ -118,6 +120,16 @@ class Plan:
                 )
             )
         return commands
+
+    def _compute_share(self, role: Role) -> dict[str, float]:
+        """Return the workers' setting about the time in which they compute, if they rest in a part of it."""
+        if self.prefill_share is None or not self.prefill:
+            return {}
+        prefill = role == Role.PREFILL
+        share = self.prefill_share if prefill else 1 - self.prefill_share
+        count = self.prefill if prefill else self.decode
+        computing = lending.compute_share(share, count, len(self.roles))
+        return {"compute_share": round(computing, 4)} if computing < 1 else {}
 
     def router_command(self, prefill: list[str], decode: list[str], state: str) -> Command:
         given = self.router.model_dump(exclude_unset=True, exclude=BY_ENVIRONMENT)
@@ -261,14 +273,19 @@ KV_EVENTS = "tcp://127.0.0.1:0"
 
 
 def up(
-    prefill: int, decode: int, verbose: bool | None, router: Mapping[str, Any], given: Mapping[str, Any]
+    prefill: int,
+    decode: int,
+    prefill_share: float | None,
+    verbose: bool | None,
+    router: Mapping[str, Any],
+    given: Mapping[str, Any],
 ) -> None:
     """Run a service until a signal stops it. `verbose` shows the logs; None: unless in a terminal."""
     console = Console(stderr=True)
     shown = not console.is_terminal if verbose is None else verbose
     files = None if shown else _log_files(read_settings(LocalRouterSettings, router).port)
     display = Display(console, logs=shown, files=files)
-    plan = make_plan(display, prefill, decode, router, given)
+    plan = make_plan(display, prefill, decode, router, given, prefill_share)
 
     async def use(service: Service) -> None:
         folder = files.folder if files is not None else None
@@ -309,7 +326,12 @@ def ready_text(plan: Plan, url: str, workers: Sequence[str], logs: Path | None) 
 
 
 def make_plan(
-    display: Display, prefill: int, decode: int, router: Mapping[str, Any], given: Mapping[str, Any]
+    display: Display,
+    prefill: int,
+    decode: int,
+    router: Mapping[str, Any],
+    given: Mapping[str, Any],
+    prefill_share: float | None = None,
 ) -> Plan:
     """Fetch the model and return the plan. Raises SetupError."""
     from baton_engine.model.resolve import resolve, served_names
@@ -339,6 +361,7 @@ def make_plan(
         names=served_names(worker.served_model_name, checkpoint, worker.model),
         prefill=prefill,
         decode=decode,
+        prefill_share=prefill_share,
         router=router_settings,
         worker={name: value for name, value in given.items() if name != "model"} | share | kv_events | logged,
     )

@@ -60,6 +60,20 @@ def test_plan_workers_get_one_seat_each(tiny: Path) -> None:
         assert {f"--shared-cores=seats:{number}", "--threads=1"} <= set(command.arguments)
 
 
+def test_plan_divides_the_time_of_the_cores_by_the_share_of_prefill(tiny: Path) -> None:
+    def shares(prefill_share: float | None, decode: int = 1) -> list[str]:
+        display = Display(Console(file=io.StringIO()))
+        planned = make_plan(display, 1, decode, {}, {"model": str(tiny)}, prefill_share)
+        commands = planned.worker_commands(4, [f"seats:{number}" for number in range(1 + decode)])
+        flags = [part for command in commands for part in command.arguments]
+        return [flag for flag in flags if flag.startswith("--compute-share")]
+
+    assert shares(None, decode=2) == shares(0.5) == []
+    assert shares(0.6) == ["--compute-share=0.8"]  # of the decode worker
+    assert shares(0.4) == ["--compute-share=0.8"]  # of the prefill worker
+    assert shares(0.6, decode=2) == ["--compute-share=0.6", "--compute-share=0.6"]
+
+
 def test_switches_and_names_reach_every_worker(tiny: Path) -> None:
     planned = plan(tiny, served_model_name=("a,b", "c"), cache_report=False, log_requests=True)
     assert planned.names == ("a", "b", "c")

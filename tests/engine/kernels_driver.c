@@ -99,7 +99,7 @@ static void *compute_and_pause(void *argument) {
     (void)argument;
     atomic_store(&seats[OTHER].threads, 2);
     for (int i = 0; !atomic_load(&ended); i++) {
-        atomic_store(&seats[OTHER].computing, i % 2);
+        atomic_store(&seats[OTHER].doing, i % 3);
         atomic_store(&seats[OTHER].at, nanoseconds() - (i % 5 ? LEND_NANOSECONDS : i % 3 ? SILENT_NANOSECONDS : 0));
         for (volatile int pause = 0; pause < i % 7 * 1000; pause++) {}
         pthread_mutex_lock(&of_interruptible);
@@ -113,7 +113,7 @@ static struct model *make(struct spec spec, int64_t threads, uint32_t seed) {
     spec.threads = threads;
     if (threads > 1) {
         spec.threads = spec.spare = threads / 2;
-        spec.seats = (int64_t)(intptr_t)seats, spec.seat_count = SEATS, spec.seat = OWN;
+        spec.seats = (int64_t)(intptr_t)seats, spec.seat_count = SEATS, spec.seat = OWN, spec.rest = 1;
     }
     struct model *model = baton_create(&spec);
     const int64_t qkv = (spec.heads + 2 * spec.kv_heads) * spec.head_dim, attended = spec.heads * spec.head_dim;
@@ -278,28 +278,53 @@ static int lends_what_others_leave(void) {
     const int64_t now = 100 * SILENT_NANOSECONDS, paused = now - LEND_NANOSECONDS, dead = now - SILENT_NANOSECONDS;
     const struct {
         const char *name;
-        int64_t threads, computing, at, more_threads, more_at, lent;
+        int64_t threads, doing, at, more_threads, more_at, lent;
     } cases[] = {
-        {"an empty seat", 0, 0, 0, 0, 0, 6},
-        {"never computed", 6, 0, 0, 0, 0, 6},
-        {"computes", 6, 1, now, 0, 0, 0},
-        {"within a long phase", 6, 1, dead + 1, 0, 0, 0},
-        {"died within a step", 6, 1, dead, 0, 0, 6},
-        {"between two steps", 6, 0, paused + 1, 0, 0, 0},
-        {"paused", 6, 0, paused, 0, 0, 6},
-        {"two divide a third one's cores", 2, 1, now, 4, 0, 2},
-        {"two others compute", 2, 1, now, 4, now, 0},
-        {"more threads than cores", 8, 1, now, 8, now, 0},
+        {"an empty seat", 0, BETWEEN_STEPS, 0, 0, 0, 6},
+        {"never computed", 6, BETWEEN_STEPS, 0, 0, 0, 6},
+        {"computes", 6, WITHIN_STEP, now, 0, 0, 0},
+        {"rests", 6, RESTING, now, 0, 0, 6},
+        {"within a long phase", 6, WITHIN_STEP, dead + 1, 0, 0, 0},
+        {"died within a step", 6, WITHIN_STEP, dead, 0, 0, 6},
+        {"between two steps", 6, BETWEEN_STEPS, paused + 1, 0, 0, 0},
+        {"paused", 6, BETWEEN_STEPS, paused, 0, 0, 6},
+        {"two divide a third one's cores", 2, WITHIN_STEP, now, 4, 0, 2},
+        {"two others compute", 2, WITHIN_STEP, now, 4, now, 0},
+        {"more threads than cores", 8, WITHIN_STEP, now, 8, now, 0},
     };
     for (size_t nth = 0; nth < sizeof cases / sizeof *cases; nth++) {
         struct seat all[3] = {
-            {.threads = 2, .computing = 1, .at = now},
-            {.threads = cases[nth].threads, .computing = cases[nth].computing, .at = cases[nth].at},
-            {.threads = cases[nth].more_threads, .computing = 1, .at = cases[nth].more_at},
+            {.threads = 2, .doing = WITHIN_STEP, .at = now},
+            {.threads = cases[nth].threads, .doing = cases[nth].doing, .at = cases[nth].at},
+            {.threads = cases[nth].more_threads, .doing = WITHIN_STEP, .at = cases[nth].more_at},
         };
         const int64_t got = lent(&(struct lending){.seats = all, .count = 3, .own = 0, .cores = 8}, now);
         if (got != cases[nth].lent) printf("%s: %d cores are lent\n", cases[nth].name, (int)got);
         if (got != cases[nth].lent) return 0;
+    }
+    return 1;
+}
+
+static int rests_for_others_that_compute(void) {
+    const int64_t now = 100 * SILENT_NANOSECONDS;
+    const struct {
+        const char *name;
+        struct seat other;
+        int rests;
+    } cases[] = {
+        {"no other", {0}, 0},
+        {"within a step", {.threads = 1, .doing = WITHIN_STEP, .at = now}, 1},
+        {"between two steps", {.threads = 1, .doing = BETWEEN_STEPS, .at = now}, 0},
+        {"rests itself", {.threads = 1, .doing = RESTING, .at = now}, 0},
+        {"within a step, and yields too", {.threads = 1, .doing = WITHIN_STEP, .at = now, .yields = 1}, 0},
+        {"died within a step", {.threads = 1, .doing = WITHIN_STEP, .at = now - SILENT_NANOSECONDS}, 0},
+    };
+    for (size_t nth = 0; nth < sizeof cases / sizeof *cases; nth++) {
+        struct seat all[2] = {{.threads = 1, .doing = WITHIN_STEP, .at = now, .yields = 1}, cases[nth].other};
+        const struct lending lending = {.seats = all, .count = 2, .own = 0, .cores = 2, .rest = 1};
+        if (others_compute(&lending, now) == cases[nth].rests) continue;
+        printf("%s: others_compute is not %d\n", cases[nth].name, cases[nth].rests);
+        return 0;
     }
     return 1;
 }
@@ -327,7 +352,7 @@ int main(void) {
          .post_norm = 1, .joint_norm = 1},
     };
     pthread_t other;
-    if (!baton_sound() || !lends_what_others_leave() || !rounds_infinities()) return 1;
+    if (!baton_sound() || !lends_what_others_leave() || !rests_for_others_that_compute() || !rounds_infinities()) return 1;
     if (pthread_create(&other, NULL, compute_and_pause, NULL)) return 1;
     for (size_t nth = 0; nth < sizeof specs / sizeof *specs; nth++)
         for (int kind = FLOAT32; kind <= BFLOAT16; kind++)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baton_api.errors import SetupError
-from baton_engine.lending import SEAT_BYTES, Seat, seats, take_seat
+from baton_engine.lending import SEAT_BYTES, Seat, compute_share, seats, take_seat
 from baton_engine.model.native_decoder import NativeDecoder, native_decoder
 from tests.engine.random_weights import random_weights, tiny_spec
 
@@ -82,16 +82,19 @@ def others_seconds(model: NativeDecoder) -> tuple[float, float]:
     return time.process_time() - began - mine, mine
 
 
+def projecting(seat: Seat) -> NativeDecoder:
+    spec = tiny_spec(vocab=4096)
+    weights = random_weights(spec, torch.float32)
+    model = native_decoder(spec, weights, torch.float32, os.environ, threads=1, seat=seat)
+    if model is None:
+        pytest.skip("the native kernels are unavailable: no C compiler is installed")
+    return model
+
+
 def test_kernels_use_the_cores_of_an_idle_neighbor_only(place: Path) -> None:
     seat = take_seat(f"{place}:0", 1, 2)
     assert seat is not None
-    spec = tiny_spec(vocab=4096)
-    model = native_decoder(
-        spec, random_weights(spec, torch.float32), torch.float32, os.environ, threads=1, seat=seat
-    )
-    if model is None:
-        pytest.skip("the native kernels are unavailable: no C compiler is installed")
-    neighbor = Neighbor(seat)
+    model, neighbor = projecting(seat), Neighbor(seat)
     until = time.monotonic() + WAIT_S
     neighbor.tell(computing=False, at=0)
     helped = mine = 0.0
@@ -102,3 +105,28 @@ def test_kernels_use_the_cores_of_an_idle_neighbor_only(place: Path) -> None:
     others_seconds(model)  # the last chunk of the spare thread
     helped, mine = others_seconds(model)
     assert helped < 0.05 * mine
+
+
+def test_a_worker_rests_for_the_rest_of_its_share_while_others_compute(place: Path) -> None:
+    seat = take_seat(f"{place}:0", 1, 2, share=0.25)
+    assert seat is not None
+    model, neighbor = projecting(seat), Neighbor(seat)
+    neighbor.tell(computing=True, at=time.monotonic_ns() + 10**12)
+    began = time.monotonic()
+    helped, mine = others_seconds(model)
+    # A busy machine makes this share smaller, never larger.
+    assert 0 < mine + helped < 0.35 * (time.monotonic() - began)
+
+
+@pytest.mark.parametrize(
+    ("share", "workers", "of", "expected"),
+    [
+        pytest.param(0.5, 1, 2, 1.0, id="a pair that shares equally"),
+        pytest.param(0.25, 1, 2, 0.5, id="the smaller half of a pair"),
+        pytest.param(0.75, 1, 2, 1.0, id="the larger half gets more from the other's rests"),
+        pytest.param(0.25, 3, 4, 1 / 3, id="three of four"),
+        pytest.param(0.5, 1, 4, 1.0, id="one of four has a quarter at most by itself"),
+    ],
+)
+def test_compute_share(share: float, workers: int, of: int, expected: float) -> None:
+    assert compute_share(share, workers, of) == pytest.approx(expected)

@@ -31,6 +31,8 @@ class Seat:
     number: int
     extra_threads: int
     """Threads in addition to the worker's own, for cores that others lend; at least 1."""
+    compute_share: float = 1.0
+    """Share of the time in which the worker computes while others do: above 0, at most 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Cores:
     """The worker's own."""
     seat: Seat | None = None
 
-    def sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, float]:
         """Return the fields of the kernels' `struct spec` about threads."""
         if self.seat is None:
             return {"threads": self.threads}
@@ -51,6 +53,7 @@ class Cores:
             "seats": ctypes.addressof(self.seat.memory),
             "seat_count": len(self.seat.memory) // SEAT_BYTES,
             "seat": self.seat.number,
+            "rest": 1 / self.seat.compute_share - 1,
         }
 
 
@@ -68,9 +71,21 @@ def seats(workers: int) -> Iterator[tuple[str, ...]]:
         os.close(memory)
 
 
-def take_seat(name: str, threads: int, cores: int) -> Seat | None:
+def compute_share(share: float, workers: int, all_workers: int) -> float:
+    """
+    Return the share of the time in which each of so many `workers` may compute to use `share` of the cores.
+
+    All workers of the machine have as many threads and are busy. Some of them that have less than `share`
+    compute all the time, and get more only from the others' rests.
+    """
+    return min(1.0, share * all_workers / workers)
+
+
+def take_seat(name: str, threads: int, cores: int, share: float = 1.0) -> Seat | None:
     """
     Return the seat `name` (`settings.shared_cores`), or None if `threads` are all `cores` already.
+
+    The worker computes for `share` (`settings.compute_share`) of the time in which others do.
 
     Raises SetupError if there is no such seat.
     """
@@ -88,4 +103,4 @@ def take_seat(name: str, threads: int, cores: int) -> Seat | None:
             f"--shared-cores {name} cannot be mapped: {error}. Name a file and a seat, as FILE:NUMBER. "
             f"The file has {SEAT_BYTES} zero bytes per worker."
         ) from error
-    return Seat((ctypes.c_char * len(memory)).from_buffer(memory), int(number), cores - threads)
+    return Seat((ctypes.c_char * len(memory)).from_buffer(memory), int(number), cores - threads, share)

@@ -198,6 +198,10 @@ class WorkerSettings(BaseSettings):
     cores beyond --threads while other workers leave them. `baton up` sets it. FILE has 64 zero bytes per
     worker, and NUMBER counts from 0. Empty: the kernels use their own threads only."""
 
+    compute_share: float = Field(default=1, gt=0, le=1)
+    """Share of the time in which this worker computes while others of --shared-cores do. In the rest of it,
+    they use its cores. `baton up --prefill-share` sets it."""
+
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Number of ranks that divide the model's heads and matrices: processes that share the CPU's threads, or
     the GPUs from --device on. 1: no division. The degree must divide query heads and the intermediate

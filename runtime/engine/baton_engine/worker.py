@@ -483,7 +483,8 @@ def _load(
     if settings.tensor_parallel_size > 1:
         parts = load_parallel(settings, name, checkpoint, spec, device, dtype, progress, stack)
         return _LoadedModel(checkpoint, spec, tokenizer, embedder, None, *parts)
-    seat = lending.take_seat(settings.shared_cores, torch.get_num_threads(), machine.usable_cores())
+    threads, cores = torch.get_num_threads(), machine.usable_cores()
+    seat = lending.take_seat(settings.shared_cores, threads, cores, settings.compute_share)
     weights = load_model(settings, checkpoint, spec, device, dtype, progress, seat)
     draft, draft_size = load_draft(settings, spec, device, dtype, progress, seat)
     return _LoadedModel(

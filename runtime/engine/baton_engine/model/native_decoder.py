@@ -70,7 +70,7 @@ class _Spec(ctypes.Structure):
             (name, ctypes.c_double)
             for name in (
                 "epsilon", "embedding_scale", "residual_scale", "logit_scale", "logit_cap", "score_scale",
-                "score_cap", "expert_scale",
+                "score_cap", "expert_scale", "rest",
             )
         ),
     )  # fmt: skip

@@ -35,6 +35,7 @@ struct spec {
     int64_t spare, seats, seat_count, seat;
     int64_t ways[ROW_CLASSES], octet_ways[ROW_CLASSES]; /* of products of bfloat16, and of 8 bits, by their rows */
     double epsilon, embedding_scale, residual_scale, logit_scale, logit_cap, score_scale, score_cap, expert_scale; /* cap 0: none */
+    double rest; /* between two steps, while other workers compute, per time of the steps */
 };
 
 struct adapter; /* lora.h */
@@ -254,6 +255,7 @@ struct model *baton_create(const struct spec *spec) {
         .count = spec->seat_count,
         .own = spec->seat,
         .cores = spec->threads + spec->spare,
+        .rest = spec->rest,
     };
     model->pool = pool_create((int)spec->threads, (int)spec->spare, lending);
     if (model->pool) model->scratches = zeros((size_t)model->pool->threads * sizeof(struct scratch));

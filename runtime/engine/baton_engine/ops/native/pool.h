@@ -12,6 +12,9 @@
  * run, and spare threads for the other workers' cores. Each worker writes into a seat in shared memory when it computes.
  * A spare thread looks there before each chunk, and sleeps while the cores' owners compute. It thus gives a core back
  * after one chunk, and never holds a chunk while it waits for a core.
+ *
+ * A worker may also leave its cores to others for a part of the time in which they compute: it rests between two of its
+ * steps. It does so for workers that never rest, so that two that rest do not wait for each other.
  */
 #ifndef BATON_POOL_H
 #define BATON_POOL_H
@@ -38,11 +41,20 @@
 /* ... and if it died or was stopped within a step, after this time, in which the slowest phase makes progress. */
 #define SILENT_NANOSECONDS 10000000000
 
+/* A rest is long enough for threads to wake up in it. */
+#define SHORTEST_REST_NANOSECONDS 1000000
+/* A worker that rests looks this often whether the others still compute. */
+#define LOOK_NANOSECONDS 500000
+
+/* What a worker does, as its seat says. */
+enum { BETWEEN_STEPS, WITHIN_STEP, RESTING };
+
 /* What a worker tells the others. All zero: nobody took the seat. */
 struct seat {
     _Alignas(64) _Atomic int64_t threads; /* the worker's own */
-    _Atomic int64_t computing; /* whether it is within a step */
-    _Atomic int64_t at; /* when it last began a phase or ended a step */
+    _Atomic int64_t doing; /* WITHIN_STEP within a step, BETWEEN_STEPS between two, RESTING: its cores are the others' */
+    _Atomic int64_t at; /* when it last began a phase, a rest, or ended a step */
+    _Atomic int64_t yields; /* whether it rests for workers that do not */
 };
 
 /* The seats of all workers of this machine. */
@@ -50,6 +62,7 @@ struct lending {
     struct seat *seats; /* NULL: no other worker */
     int64_t count, own;
     int64_t cores; /* of all workers together */
+    double rest; /* time of a rest per time of steps, while others compute */
 };
 
 struct job {
@@ -75,6 +88,7 @@ struct pool {
     size_t phase; /* phase of the job; changed only between phases */
     _Atomic int interrupted;
     int64_t ended; /* time at which the last job ended */
+    int64_t owed; /* time for which the worker has to rest */
     _Atomic int64_t idle_spin;
     _Alignas(64) _Atomic uint64_t word;
     _Alignas(64) _Atomic uint32_t done;
@@ -113,8 +127,9 @@ static int64_t lent(const struct lending *lending, int64_t now) {
         if (i == lending->own) continue;
         const int64_t threads = atomic_load_explicit(&seat->threads, memory_order_relaxed);
         const int64_t silent = now - atomic_load_explicit(&seat->at, memory_order_relaxed);
-        const int computing = atomic_load_explicit(&seat->computing, memory_order_relaxed) != 0;
-        if (threads > 0 && silent < (computing ? SILENT_NANOSECONDS : LEND_NANOSECONDS)) taken += threads, workers++;
+        const int64_t doing = atomic_load_explicit(&seat->doing, memory_order_relaxed);
+        const int64_t kept = doing == WITHIN_STEP ? SILENT_NANOSECONDS : doing == BETWEEN_STEPS ? LEND_NANOSECONDS : 0;
+        if (threads > 0 && silent < kept) taken += threads, workers++;
     }
     return lending->cores > taken ? (lending->cores - taken) / workers : 0;
 }
@@ -123,17 +138,41 @@ static int is_barred(const struct pool *pool, size_t thread) {
     return thread >= pool->own && (int64_t)(thread - pool->own) >= lent(&pool->lending, nanoseconds());
 }
 
-/* Tells the other workers whether this one computes. */
-static void tell(const struct pool *pool, int computing) {
+/* Returns whether a worker for which this one rests is within a step at `now`. */
+static int others_compute(const struct lending *lending, int64_t now) {
+    for (int64_t i = 0; lending->seats && i < lending->count; i++) {
+        const struct seat *seat = &lending->seats[i];
+        const int64_t silent = now - atomic_load_explicit(&seat->at, memory_order_relaxed);
+        const int computing = atomic_load_explicit(&seat->doing, memory_order_relaxed) == WITHIN_STEP;
+        const int yields = atomic_load_explicit(&seat->yields, memory_order_relaxed) != 0;
+        if (i != lending->own && !yields && computing && silent < SILENT_NANOSECONDS) return 1;
+    }
+    return 0;
+}
+
+/* Tells the other workers what this one does. */
+static void tell(const struct pool *pool, int64_t doing) {
     if (!pool->lending.seats) return;
     struct seat *seat = &pool->lending.seats[pool->lending.own];
     atomic_store_explicit(&seat->at, nanoseconds(), memory_order_relaxed);
-    atomic_store_explicit(&seat->computing, computing, memory_order_relaxed);
+    atomic_store_explicit(&seat->doing, doing, memory_order_relaxed);
+}
+
+/* Leaves the cores to the workers that compute, for the time that is owed. */
+static void rest(struct pool *pool) {
+    if (pool->owed < SHORTEST_REST_NANOSECONDS) return;
+    const int64_t began = nanoseconds(), end = began + pool->owed;
+    pool->owed = 0;
+    for (int64_t now = began; now < end && others_compute(&pool->lending, now); now = nanoseconds()) {
+        if (now == began) tell(pool, RESTING);
+        const int64_t pause = end - now < LOOK_NANOSECONDS ? end - now : LOOK_NANOSECONDS;
+        nanosleep(&(struct timespec){.tv_nsec = pause}, NULL);
+    }
 }
 
 /* Publishes a new word; wakes sleeping threads if it has work for them or ends the job. */
 static void announce(struct pool *pool, uint32_t count, int wake) {
-    tell(pool, count > 0);
+    tell(pool, count > 0 ? WITHIN_STEP : BETWEEN_STEPS);
     uint64_t phase = phase_of(atomic_load_explicit(&pool->word, memory_order_relaxed)) + 1;
     atomic_store_explicit(&pool->done, 0, memory_order_relaxed);
     atomic_store(&pool->word, phase << (2 * CHUNK_BITS) | (uint64_t)count << CHUNK_BITS);
@@ -216,10 +255,12 @@ static void *work(void *argument) {
 /* Runs all phases of `job`; returns 0 if it was interrupted. Calls must not overlap. */
 static int pool_run(struct pool *pool, const struct job *job) {
     int in_a_run = nanoseconds() - pool->ended < NEXT_STEP_NANOSECONDS;
+    rest(pool);
+    const int64_t began = nanoseconds();
     atomic_store_explicit(&pool->idle_spin, in_a_run ? NEXT_STEP_NANOSECONDS : IDLE_SPIN_NANOSECONDS, memory_order_relaxed);
     pool->phase = 0;
     pool->job = job;
-    tell(pool, 1);
+    tell(pool, WITHIN_STEP);
     advance(pool, 0);
     for (;;) {
         uint64_t word = atomic_load_explicit(&pool->word, memory_order_acquire);
@@ -227,6 +268,7 @@ static int pool_run(struct pool *pool, const struct job *job) {
         if (!take(pool, 0)) await_change(pool, word, 0);
     }
     pool->ended = nanoseconds();
+    pool->owed += (int64_t)(pool->lending.rest * (double)(pool->ended - began));
     return pool->phase == job->phases;
 }
 
@@ -240,6 +282,7 @@ static struct pool *pool_create(int threads, int spare, struct lending lending) 
     pthread_cond_init(&pool->spare_changed, NULL);
     pool->own = (size_t)threads;
     if (spare) pool->lending = lending;
+    if (spare) atomic_store(&lending.seats[lending.own].yields, lending.rest > 0);
     if (spare) atomic_store(&lending.seats[lending.own].threads, threads);
     threads += spare;
     pool->workers = calloc((size_t)threads, sizeof(struct worker));
