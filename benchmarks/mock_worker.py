@@ -25,7 +25,7 @@ import httptools
 import uvloop
 
 from baton_api import headers
-from baton_api.resuming import Beginning, begin_line, tokens_line
+from baton_api.stream_comments import Beginning, begin_line, tokens_line
 
 PREFILL_PORTS, DECODE_PORTS = (9101, 9102), (9103, 9104)
 PLAIN_PORTS = (9105, 9106, 9107, 9108)
@@ -172,7 +172,7 @@ class MockWorker(asyncio.Protocol):
         self._other = page(about)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are not subclasses
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transports are not subclasses
         self._parser = httptools.HttpRequestParser(self)
         self._body: list[bytes] = []
         self._path = b""

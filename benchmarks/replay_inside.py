@@ -30,7 +30,7 @@ from baton_api.errors import BatonError
 from baton_api.kv_events import IN_USE, BlockRemoved, BlockStored, Event
 from baton_api.prompt_report import PromptReport
 from baton_api.workers import Load, Role
-from baton_http.http_client import UpstreamPool
+from baton_http.upstream import UpstreamPool
 from baton_router.cache import kv_feed, prompt_chunks
 from baton_router.cache.tiers import MEDIA, Tier
 from baton_router.requests.picker import PickRequest, RequestEnd

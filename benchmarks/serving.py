@@ -38,7 +38,7 @@ from pathlib import Path
 import psutil
 
 from baton_cli.bench.connection import Answer, Connection
-from baton_cli.bench.outcomes import events
+from baton_cli.bench.load import events
 
 START_LIMIT_S = 300
 SETTLE_S = 1.0

@@ -21,7 +21,7 @@ import psutil
 from baton_api.kv_events import BlockRemoved, BlockStored, Event
 from baton_api.prompt_report import PromptReport
 from baton_api.workers import Load, Role
-from baton_http.http_client import UpstreamPool
+from baton_http.upstream import UpstreamPool
 from baton_router.cache.block_map import WorkerBlocks
 from baton_router.cache.prompt_chunks import PromptChunks
 from baton_router.requests.picker import PickRequest, RequestEnd

@@ -30,10 +30,10 @@ import httpx
 from baton_operator.kinds.part import Duration
 from baton_operator.kinds.worker_role import ScaleDown, ScaleUp
 from baton_operator.scaling.decision import decide
-from baton_operator.scaling.engine_slots import DecodeSlots
 from baton_operator.scaling.prometheus import METRIC_LABEL, MetricsLost, MetricsQuery, PrometheusClient
 from baton_operator.scaling.sample import RoleMemory, ScalingPolicy
 from baton_operator.scaling.signals import RolePods, ServiceMetrics, role_sample
+from baton_operator.scaling.sizing import DecodeSlots
 from benchmarks.vllm_workers import VllmWorker, VllmWorkers, WorkerSpec, await_answer, opened
 
 RULES = Path(__file__).parents[1] / "charts/baton/rules/engines.yaml"

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import xxhash
 
-from baton_cli.bench import prompts
+from baton_cli.bench import load
 
 Message = dict[str, str]
 
@@ -52,10 +52,10 @@ def words(seed: int, tokens: int) -> str:
 
 def mooncake(path: Path, minutes: float) -> Iterator[Arrival]:
     """The first minutes of a Mooncake trace, each block as a text of its own."""
-    for row in prompts.rows(path, minutes):
+    for row in load.rows(path, minutes):
 
-        async def session(asking: Asking, row: prompts.Row = row) -> None:
-            text = "".join(words(one, prompts.BLOCK_TOKENS) for one in row.blocks)
+        async def session(asking: Asking, row: load.Row = row) -> None:
+            text = "".join(words(one, load.BLOCK_TOKENS) for one in row.blocks)
             await asking.ask([user(text[: 4 * row.prompt_tokens])], row.output_tokens)
 
         yield Arrival(row.at_s, session)

@@ -19,8 +19,8 @@ from baton_api.errors import BatonError
 
 ROOT = Path(__file__).parents[1]
 CODE = ("api", "cli", "observing", "operator", "router", "runtime", "tests", "benchmarks", "e2e")
-DECLARING = ("api/baton_api/headers.py", "api/baton_api/labels.py")
-DECLARING_FOLDERS = ("api/baton_api/errors/", "api/baton_api/metrics/")
+DECLARING = ("api/baton_api/errors.py", "api/baton_api/headers.py", "api/baton_api/labels.py")
+DECLARING_FOLDERS = ("api/baton_api/metrics/",)
 THIS = "tests/test_shared_names.py"
 
 ORDINARY = {headers.BATCH_CLASS, labels.OPERATOR}

@@ -1,8 +1,11 @@
 """
-Names that the router, the operator and runners share for batches that run as Kubernetes Jobs.
+What the router, the operator, runners and the command line agree on about batches: names, and the window.
 
 A Job has the name of its BatchJob, and its pods have names that start with it. Kubernetes signs the pod's
 name into the pod's token, so the token identifies the BatchJob.
+
+`completion_window` has one value in OpenAI's API, and its clients expect that others are rejected. So a
+batch with another window has it in a field of Baton's.
 """
 
 from __future__ import annotations
@@ -57,3 +60,20 @@ def job_of(pod: str) -> str:
     """
     match = _POD.fullmatch(pod)
     return match["job"] if match else ""
+
+
+DAY = "24h"
+"""The only value of `completion_window`."""
+
+OWN = "baton_completion_window"
+"""Field of a new batch with another window, from 60s to 30d."""
+
+
+def window_fields(window: str) -> dict[str, str]:
+    """
+    Return the fields of a new batch that ask for `window`.
+
+    >>> window_fields("90m")
+    {'completion_window': '24h', 'baton_completion_window': '90m'}
+    """
+    return {"completion_window": DAY} | ({} if window == DAY else {OWN: window})

@@ -35,10 +35,10 @@ WORKER = "x-baton-worker"
 
 RESUMABLE = "x-baton-resumable"
 """Router to worker: report the resume state beside the stream, or what it has cost so far where it cannot be
-resumed. See `baton_api.resuming` and `baton_api.answer_usage`."""
+resumed. See `baton_api.stream_comments` and `baton_api.stream_comments`."""
 
 USAGE = "x-baton-usage"
-"""Worker to router: tokens of a whole answer. See `baton_api.answer_usage`."""
+"""Worker to router: tokens of a whole answer. See `baton_api.stream_comments`."""
 
 PROMPT = "x-baton-prompt"
 """Worker to router and client: report of the prompt. See `baton_api.prompt_report`."""

@@ -12,7 +12,7 @@ REVISION = "baton.dev/revision"
 """Revision of the workers. Only workers of the same revision form a pair."""
 
 ENGINE = "baton.dev/engine"
-"""Engine of the workers, as in `baton_api.engines`. Absent: the router asks them."""
+"""Engine of the workers, as in `baton_api.workers`. Absent: the router asks them."""
 
 MANAGED_BY = "app.kubernetes.io/managed-by"
 OPERATOR = "baton"

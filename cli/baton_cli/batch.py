@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton_api.completion_windows import DAY
+from baton_api.batch_jobs import DAY
 from baton_api.errors import SetupError
 from baton_api.exposure import DEFAULT_PORT
 from baton_cli import help
@@ -122,8 +122,7 @@ def run(
 ) -> None:
     """Process BATCH. Routers start this command themselves; Kubernetes Jobs run it too."""
     from baton_api import logs
-    from baton_batches.runner_process import JobOptions, run, run_job
-    from baton_batches.submission import BatchSubmission
+    from baton_batches.runner_process import BatchSubmission, JobOptions, run, run_job
 
     logs.begin(logs.read_format(log_format), runner or "runner")
     if token_file is not None:

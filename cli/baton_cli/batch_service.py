@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import httpx
 
 from baton_api import headers
-from baton_api.completion_windows import DAY, window_fields
+from baton_api.batch_jobs import DAY, window_fields
 from baton_api.errors import NotReady, SetupError
 
 Shown = dict[str, Any]

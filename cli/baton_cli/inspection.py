@@ -275,8 +275,8 @@ def bench(flags: BenchFlags) -> None:
     if flags.rate and flags.trace:
         raise SetupError("--rate and --trace exclude each other. Set only one of them.")
     from baton_cli.bench.command import BenchPlan, BenchTarget, bench
+    from baton_cli.bench.load import Shape
     from baton_cli.bench.profiler import find as find_profile
-    from baton_cli.bench.prompts import Shape
     from baton_cli.bench.report import Objective
 
     limits = (flags.ttft_ms, flags.tpot_ms, flags.total_ms)

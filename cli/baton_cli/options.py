@@ -294,6 +294,6 @@ def _metavar(name: str, field: FieldInfo) -> str:
 
 def _is_size(field: FieldInfo) -> bool:
     parts = [*field.metadata]
-    for one in typing.get_args(field.annotation):  # X | None
-        parts += getattr(one, "__metadata__", ())
+    for arg in typing.get_args(field.annotation):  # X | None
+        parts += getattr(arg, "__metadata__", ())
     return any(getattr(part, "func", None) is parse_size for part in parts)

@@ -19,9 +19,9 @@ from baton_api.announcements import PINNED_REVISION, RESULT_FILE, Announcer, Lis
 from baton_api.announcements import Bar as AnnouncedBar
 from baton_api.errors import SetupError
 from baton_api.workers import Role
-from baton_cli.child import die_with_parent
 from baton_cli.display import Bar, Display
 from baton_cli.options import read_settings
+from baton_cli.supervisor import die_with_parent
 
 
 def worker(role: str, given: Mapping[str, Any], announce_fd: int | None) -> None:

@@ -9,11 +9,12 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from baton_api.engines import EngineKind
 from baton_api.errors import SetupError
+from baton_api.workers import EngineKind
 
 ANSWER_S = 3.0
 """Timeout of a router and of a worker."""
+
 
 Row = Mapping[str, Any]
 """A worker in `GET /workers`."""

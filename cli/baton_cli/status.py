@@ -18,12 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from baton_api import installing, labels
-from baton_api.engines import EngineKind
 from baton_api.errors import SetupError
-from baton_api.workers import Role
-from baton_cli import router_workers
+from baton_api.workers import EngineKind, Role
 from baton_cli.doctor.cluster import account
-from baton_cli.router_workers import reported_load
+from baton_cli.router_workers import ANSWER_S, base, read, reported_load
 
 WRONG = 1
 """Exit status if a service has problems."""
@@ -34,12 +32,10 @@ CLUSTER_S = 60.0
 
 def of_url(url: str, api_key: str, as_json: bool) -> None:
     """Print the status of the service behind a router. Raises SetupError if it does not answer."""
-    router, workers = router_workers.base(url), router_workers.read(url, api_key)
+    router, workers = base(url), read(url, api_key)
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        answer = httpx.get(
-            f"{router}/server_info", headers=headers, trust_env=False, timeout=router_workers.ANSWER_S
-        )
+        answer = httpx.get(f"{router}/server_info", headers=headers, trust_env=False, timeout=ANSWER_S)
         info = answer.raise_for_status().json()
     except (httpx.HTTPError, ValueError) as error:
         raise SetupError(f"{url} returned no status: {error}.") from error

@@ -25,10 +25,9 @@ from baton_api import exposure
 from baton_api.announcements import Loading
 from baton_api.errors import SetupError
 from baton_api.workers import Role
-from baton_cli.child import Command
 from baton_cli.display import Bar, Display, LogFiles
 from baton_cli.options import read_settings
-from baton_cli.supervisor import Interrupted, Member, Supervisor, Watcher, supervise, threads_each
+from baton_cli.supervisor import Command, Interrupted, Member, Supervisor, Watcher, supervise, threads_each
 from baton_engine import lending, machine
 from baton_engine.settings import WorkerSettings
 from baton_router.settings import RouterSettings

@@ -16,7 +16,7 @@ from baton_api.request_classes import CLASSES
 TARGET_LABELS = frozenset({"cluster", "namespace", "service", "role", "worker", "revision", "pod", "process"})
 """Labels of the scrape target. docs/guides/observability.md says where each comes from."""
 
-_BACKGROUND = "|".join(name for name, one in CLASSES.items() if one.background)
+_BACKGROUND = "|".join(name for name, row in CLASSES.items() if row.background)
 IN_BACKGROUND, NOT_BACKGROUND = f"=~{_BACKGROUND}", f"!~{_BACKGROUND}"
 """Values of the label `class` for requests whose clients do not wait, and for those whose clients do."""
 

@@ -14,10 +14,9 @@ from baton_api.metrics import Metric
 from baton_operator.cluster.leadership import Leadership
 from baton_operator.cluster.reflector import Reflectors
 from baton_operator.kinds.service_policies import Objectives
-from baton_operator.manifests.conditions import Transition
-from baton_operator.manifests.objects import Manifest
+from baton_operator.manifests.objects import Manifest, Transition
 from baton_operator.reconcilers.report import Status
-from baton_operator.scaling.metrics import ScalingMetrics
+from baton_operator.scaling.autoscaler import ScalingMetrics
 from baton_operator.work_queue import WorkQueue
 
 ROLES = ("prefill", "decode", "router")
@@ -117,7 +116,7 @@ def _bound(metric: Metric, seconds: float) -> str:
     >>> _bound(metrics.ROUTER_FIRST_BYTE, 2.0), _bound(metrics.ROUTER_FIRST_BYTE, 9999.0)
     ('2.5', '300.0')
     """
-    return str(float(next((one for one in metric.buckets if one >= seconds), metric.buckets[-1])))
+    return str(float(next((bound for bound in metric.buckets if bound >= seconds), metric.buckets[-1])))
 
 
 class WatchMetrics(Collector):

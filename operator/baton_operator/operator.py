@@ -26,8 +26,7 @@ from kubernetes.aio.client.exceptions import ApiException
 
 from baton_api.errors import SetupError
 from baton_operator import answers, work_queue
-from baton_operator.adapters.pod_loads import PodLoads
-from baton_operator.adapters.worker_api import AdapterApi
+from baton_operator.adapters.worker_api import AdapterApi, PodLoads
 from baton_operator.cluster import api_server
 from baton_operator.cluster.api_resources import API
 from baton_operator.cluster.api_server import ApiServer
@@ -39,17 +38,15 @@ from baton_operator.cluster.rollout_health import RouterHealthSource
 from baton_operator.cluster.state import ClusterReader
 from baton_operator.health import HealthServer
 from baton_operator.kinds.engine import EngineType
-from baton_operator.manifests.conditions import Transition
 from baton_operator.manifests.engines import ENGINES
 from baton_operator.manifests.mutual_tls import by_issuer
-from baton_operator.manifests.objects import Manifest
+from baton_operator.manifests.objects import Manifest, Transition
 from baton_operator.metrics import OperatorMetrics, ProcessMetrics
 from baton_operator.reconcilers.batch_job import BatchJobReconciler
 from baton_operator.reconcilers.inference_service import InferenceServiceReconciler
 from baton_operator.reconcilers.lora_adapters import LoraAdapterReconciler
-from baton_operator.reconcilers.plan import OperatorDefaults
+from baton_operator.reconcilers.plan import OperatorDefaults, RouterRollouts
 from baton_operator.reconcilers.reconciler import Reconciler
-from baton_operator.reconcilers.router_rollouts import RouterRollouts
 from baton_operator.scaling.autoscaler import Autoscaler
 from baton_operator.scaling.prometheus import PrometheusClient
 from baton_operator.scaling.roles import ScalingSettings
@@ -196,7 +193,7 @@ class Operator:
         await self._reflectors.synced()
         queues = [self._queue, *self._queues.values()] * self._settings.concurrency
         reconcile = partial(work_queue.run_reconciler, record=self._record, clock=time.monotonic)
-        await asyncio.gather(*(reconcile(one, self._reconcilers) for one in queues))
+        await asyncio.gather(*(reconcile(queue, self._reconcilers) for queue in queues))
 
     async def _served(self) -> None:
         """Wait until the cluster serves the custom resources."""

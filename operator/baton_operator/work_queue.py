@@ -19,7 +19,9 @@ from baton_api import logs
 from baton_operator.cluster.cache import ObjectChange
 from baton_operator.cluster.leadership import NotLeader
 from baton_operator.reconcilers import batch_job
-from baton_operator.reconcilers.reconciler import Reconciler
+from baton_operator.reconcilers.reconciler import (
+    Reconciler,
+)
 
 QueueKey = tuple[str, str, str]
 """Kind, namespace and name."""
@@ -145,7 +147,9 @@ def keys_to_reconcile(change: ObjectChange) -> list[tuple[QueueKey, float]]:
         case "Gateway":
             # Gateway controllers count routes in the status. That changes no URL.
             return [
-                (("InferenceService", *one), BATCH_CHANGES_S) for one in change.routes if change.spec_changed
+                (("InferenceService", *route), BATCH_CHANGES_S)
+                for route in change.routes
+                if change.spec_changed
             ]
     if change.batch_job:
         return [(("BatchJob", namespace, change.batch_job), BATCH_CHANGES_S)]

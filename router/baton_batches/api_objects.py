@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from baton_api import limits
-from baton_api.completion_windows import DAY, OWN
+from baton_api.batch_jobs import DAY, OWN
 from baton_api.errors import INVALID_TYPE, INVALID_VALUE, MISSING_REQUIRED_PARAMETER, InvalidRequest
 from baton_api.limits import Limit
 from baton_batches.files import PURPOSES

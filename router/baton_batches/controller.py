@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from baton_api.errors import BatonError, StaleLease
-from baton_batches import input_file, rendering
+from baton_batches import rendering, validation
 from baton_batches.rendering import OutputFile
 from baton_batches.storage import Storage
 from baton_batches.supervisor import Backoff, choose_batches
@@ -258,7 +258,7 @@ class BatchController:
                     pieces = lease.watched(
                         self._storage.objects.read(batch.input_object, 0, batch.input_bytes)
                     )
-                    numbered = input_file.split_lines(pieces, self._storage.settings.batch_line_limit)
+                    numbered = validation.split_lines(pieces, self._storage.settings.batch_line_limit)
                     for result, row in rendering.rows(batch.id, numbered, lease.results(batch), expired):
                         (output if result.completed else errors).add(row)
                         if result.completed:

@@ -25,8 +25,8 @@ from baton_api import batch_jobs, labels
 from baton_api.errors import BatonError
 from baton_batches.storage import Storage
 from baton_batches.values import BatchRecord
-from baton_http.http_client import Reply, fetch
 from baton_http.kubernetes import ApiServerError, KubernetesAccess
+from baton_http.upstream import Reply, fetch
 
 REQUEST_TIMEOUT_S = 15.0
 

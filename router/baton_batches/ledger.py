@@ -20,6 +20,9 @@ cancellation and expiry from `renew` and `record`: it records finished lines, st
 lease is taken from its holder to end a batch; a runner's lease is not renewed beyond the window.
 
 Times are passed in as seconds of the Unix epoch. All calls block on the database: make them in a thread.
+
+**BatchJobs.** A router creates a BatchJob for each batch without one. A batch that a BatchJob created from a
+file names that BatchJob in its metadata, and waits for it.
 """
 
 from __future__ import annotations
@@ -27,10 +30,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, delete, exists, func, insert, select, update
+from sqlalchemy import Connection, delete, exists, func, insert, or_, select, update
 
-from baton_api.completion_windows import DAY
-from baton_api.errors import BatchEnded, BatchNotFound, FileNotFound, StaleLease
+from baton_api import batch_jobs
+from baton_api.batch_jobs import DAY
+from baton_api.errors import BatchEnded, BatchNotFound, FileNotFound, StaleLease, Unauthorized
 from baton_batches import api_objects
 from baton_batches.database import Database
 from baton_batches.files import NewFile, add, new_id
@@ -373,7 +377,7 @@ class Ledger:
 
         Returns the count of removed rows; call again until it is 0.
         """
-        ended = select(batches.c.seq).where(batches.c.status.in_([one.value for one in ENDED]))
+        ended = select(batches.c.seq).where(batches.c.status.in_([status.value for status in ENDED]))
         with self._database.writing() as connection:
             seq = connection.scalar(ended.where(exists().where(results.c.batch == batches.c.seq)).limit(1))
             if seq is None:
@@ -386,3 +390,45 @@ class Ledger:
 
 
 _END = {BatchStatus.FINALIZING: BatchStatus.COMPLETED, BatchStatus.CANCELLING: BatchStatus.CANCELLED}
+
+
+class BatchJobAssignments:
+    """All batches' BatchJobs."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def claim(self, id: str, job: str) -> BatchRecord:
+        """
+        The batch, run by this BatchJob from now on.
+
+        Raises BatchNotFound, and Unauthorized if it is for another.
+        """
+        with self._database.writing() as connection:
+            batch = fetch_batch(connection, id)
+            meant = batch.job or (batch.metadata or {}).get(batch_jobs.METADATA, "").partition("/")[0]
+            if meant and meant != job:
+                raise Unauthorized(token=f"is of the BatchJob {job}, and {id} is for the BatchJob {meant}")
+            return batch if batch.job or batch.status.ended else change_batch(connection, batch, job=job)
+
+    def disown(self, id: str, job: str) -> None:
+        """Detach the batch from a BatchJob that is deleted, or that knows that the batch has ended."""
+        with self._database.writing() as connection:
+            connection.execute(update(batches).where(batches.c.id == id, batches.c.job == job).values(job=""))
+
+    def missing(self, limit: int = 100) -> list[BatchRecord]:
+        """Batches with lines to run and no BatchJob that would, the oldest first."""
+        meant = f'%"{batch_jobs.METADATA}"%'
+        query = select(batches).where(
+            batches.c.status == BatchStatus.IN_PROGRESS.value,
+            batches.c.job == "",
+            or_(batches.c.metadata.is_(None), batches.c.metadata.not_like(meant)),
+        )
+        with self._database.reading() as connection:
+            return [batch_of(row) for row in connection.execute(query.order_by(batches.c.seq).limit(limit))]
+
+    def assigned(self) -> list[BatchRecord]:
+        """Batches with a BatchJob, whose status follows them."""
+        query = select(batches).where(batches.c.job != "").order_by(batches.c.seq)
+        with self._database.reading() as connection:
+            return [batch_of(row) for row in connection.execute(query)]

@@ -22,26 +22,41 @@ from baton_api.errors import PoisonRequest, TransferFailed, WorkerLost
 FAULTS = 5
 """Server errors of a line, after which its last error is recorded as its result."""
 
+
 OUTAGES = 30
 """The same for errors during an outage, when no other line was answered either."""
+
 
 TIMEOUTS = 3
 """Timeouts after which a line fails."""
 
+
 LOSSES = 2
 """Losses of workers or connections after which a line is a suspect."""
+
 
 GROUPS = (64, 8, 1, 1)
 """Maximum suspects in flight, without other lines: after `LOSSES` losses, after one more, and so on. A line
 that is lost in the last of them is given up."""
 
+
 FIRST_WAIT_S = 0.5
+
+
 LONGEST_WAIT_S = 30.0
 
+
 TOO_MANY_REQUESTS, UNAVAILABLE = 429, 503
+
+
 UNAUTHORIZED = 401
+
+
 RETRY_STATUSES = frozenset({408, 499})
+
+
 SERVER_ERRORS = 500
+
 
 WORKER_LOST_CODES = frozenset({WorkerLost.code, TransferFailed.code})
 """Error codes of a 503 whose request had reached a worker that was lost, or that lost its partner."""

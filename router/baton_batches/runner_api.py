@@ -17,7 +17,6 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from baton_api import runner_tokens
 from baton_api.errors import (
     BatonError,
     InternalError,
@@ -28,9 +27,8 @@ from baton_api.errors import (
     StaleLease,
     Unauthorized,
 )
-from baton_api.runner_tokens import RunnerToken
-from baton_batches import wire
-from baton_batches.runner_credentials import PodTokens, RunnerSecret
+from baton_batches import runner_credentials, wire
+from baton_batches.runner_credentials import PodTokens, RunnerSecret, RunnerToken
 from baton_batches.runner_leases import ClaimedLines
 from baton_batches.storage import Storage
 from baton_batches.values import BatchRecord, BatchStatus, LineResult
@@ -97,14 +95,16 @@ class RunnerApi:
             await self._secret.get()
             job = await self._pods.job(token_text) if self._pods and _is_pod_token(token_text) else ""
             token = (
-                self._token(token_text, batch) if not job else RunnerToken(batch, runner_tokens.START, "", 0)
+                self._token(token_text, batch)
+                if not job
+                else RunnerToken(batch, runner_credentials.START, "", 0)
             )
             method = METHODS.get(call)
             if method is None:
                 raise RouteNotFound(scope["method"], scope["path"])
             if scope["method"] != method:
                 raise MethodNotAllowed(scope["method"], scope["path"], method)
-            if (token.epoch == runner_tokens.START) != (call == "lease"):
+            if (token.epoch == runner_credentials.START) != (call == "lease"):
                 raise Unauthorized
             count_for(scope, RUNNERS)
             body = await client.body(BODY_LIMIT)
@@ -126,7 +126,7 @@ class RunnerApi:
 
     def _token(self, token_text: str, batch: str) -> RunnerToken:
         """Raises Unauthorized, also for a token of another batch."""
-        token = runner_tokens.read(self._secret.value, token_text, self._clock())
+        token = runner_credentials.read(self._secret.value, token_text, self._clock())
         if token is None or token.batch != batch:
             raise Unauthorized
         return token
@@ -214,7 +214,9 @@ class RunnerApi:
 
     def _issue(self, batch: BatchRecord, epoch: int) -> str:
         expiry = self._clock() + self._terms.lease_s + GRACE_S
-        return runner_tokens.issue(self._secret.value, batch.id, epoch, batch.owner, expiry, batch.models)
+        return runner_credentials.issue(
+            self._secret.value, batch.id, epoch, batch.owner, expiry, batch.models
+        )
 
 
 METHODS = {
@@ -232,7 +234,7 @@ def _bearer(scope: Scope) -> str:
 
 def _is_pod_token(token: str) -> bool:
     """Whether the token is from a BatchJob, and not from a router."""
-    return not token.startswith(runner_tokens.PREFIX)
+    return not token.startswith(runner_credentials.PREFIX)
 
 
 def _turn(cursor: str) -> int:

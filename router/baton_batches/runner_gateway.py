@@ -28,8 +28,7 @@ from baton_batches.wire import (
     RunnerLease,
     RunnerProgress,
 )
-from baton_http.http_client import Reply, ReplyTooLarge, fetch
-from baton_http.upstream import Headers, Upstream, UpstreamLost
+from baton_http.upstream import Headers, Reply, ReplyTooLarge, Upstream, UpstreamLost, fetch
 
 CONNECT_S = 5.0
 REQUEST_TIMEOUT_S = 60.0

@@ -27,9 +27,8 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, and_, delete, func, insert, or_, select, update
 
 from baton_api.errors import StaleLease
-from baton_batches import input_file, wire
+from baton_batches import validation, wire
 from baton_batches.database import Database
-from baton_batches.input_file import InputCursor
 from baton_batches.object_store import ObjectStore
 from baton_batches.tables import (
     FREE,
@@ -41,6 +40,7 @@ from baton_batches.tables import (
     results,
     runners,
 )
+from baton_batches.validation import InputCursor
 from baton_batches.values import BatchRecord, BatchStatus
 from baton_batches.wire import InputLine
 
@@ -342,7 +342,7 @@ class ClaimedLines:
 
     def _of_range(self, batch: BatchRecord, range: LineRange) -> list[InputLine]:
         data = self._read(batch, range.position, range.position + range.size)
-        lines, _ = input_file.cut_slice(data, InputCursor(range.position, range.first - 1), True, range.last)
+        lines, _ = validation.cut_slice(data, InputCursor(range.position, range.first - 1), True, range.last)
         left = self._left(batch, range, lines)
         if not left:
             self._leases.drop(batch, range)
@@ -364,7 +364,7 @@ class ClaimedLines:
         while True:
             end = min(batch.input_bytes, cursor.position + most)
             data = self._read(batch, cursor.position, end)
-            lines, after = input_file.cut_slice(data, cursor, end == batch.input_bytes, self._range_lines)
+            lines, after = validation.cut_slice(data, cursor, end == batch.input_bytes, self._range_lines)
             if after != cursor:
                 return lines, after
             most *= 2  # one line is longer than that

@@ -19,15 +19,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from baton_api.errors import BatonError, StorageFull
-from baton_batches.database import Database
+from baton_batches.database import Database, StateVolume
 from baton_batches.files import FileLedger
-from baton_batches.jobs import BatchJobAssignments
-from baton_batches.ledger import Ledger
+from baton_batches.ledger import BatchJobAssignments, Ledger
 from baton_batches.metrics import BatchMetrics, summarize
 from baton_batches.object_store import FolderObjectStore, ObjectStore
 from baton_batches.runner_leases import RunnerLeases
 from baton_batches.settings import BatchSettings
-from baton_batches.volume import StateVolume
 
 Answer = TypeVar("Answer")
 
@@ -120,7 +118,7 @@ class Storage:
     def _objects(self) -> ObjectStore:
         place = self.settings.files_store
         if place.startswith("s3://"):
-            from baton_batches.s3 import S3ObjectStore
+            from baton_batches.object_store import S3ObjectStore
 
             return S3ObjectStore(place, self.settings.files_endpoint)
         if place:

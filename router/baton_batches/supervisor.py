@@ -1,10 +1,14 @@
 """
-Runners on one machine: processes for each batch that has lines to run and too few runners.
+Runners of batches: processes on this machine for each batch with lines to run, and the API for all runners.
 
 The ledger lists those batches. A router takes a lease in the name of the runner that it then starts, so
 several routers together start no more runners than `--batch-runners`. A runner that dies loses its lease
 immediately and is started again, with growing pauses while it makes no progress. No runner outlives its
 router: each holds the end of a pipe that closes with it.
+
+With `--batch-execution subprocess` this router starts runners itself. With `external` another system does,
+such as Jobs in Kubernetes for which the router creates BatchJobs. With `off` no runner starts, and batches
+wait.
 """
 
 from __future__ import annotations
@@ -20,11 +24,18 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from urllib.parse import urlsplit
 
-from baton_api import logs, runner_tokens
-from baton_api.errors import BatonError
-from baton_batches.runner_credentials import RunnerSecret
+from baton_api import logs
+from baton_api.background import BackgroundTasks
+from baton_api.errors import BatonError, SetupError
+from baton_api.metrics import BackgroundTask
+from baton_batches import runner_credentials
+from baton_batches.kubernetes import BatchJobApi, BatchJobReporter
+from baton_batches.runner_api import RunnerApi, RunnerTerms
+from baton_batches.runner_credentials import RunnerSecret, pod_tokens
 from baton_batches.runner_process import ExitStatus, default_name
+from baton_batches.settings import BatchSettings
 from baton_batches.storage import Storage
 from baton_batches.values import BatchRecord
 
@@ -157,7 +168,9 @@ class RunnerSupervisor:
             self._changed.set()
 
     async def _child(self, batch: BatchRecord, url: str, name: str, secret: bytes) -> int:
-        token = runner_tokens.issue(secret, batch.id, runner_tokens.START, batch.owner, batch.expires_at)
+        token = runner_credentials.issue(
+            secret, batch.id, runner_credentials.START, batch.owner, batch.expires_at
+        )
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "baton_cli.main", "batch", "run"),
             *(f"--router={url}", f"--batch={batch.id}", f"--runner={name}", "--exit-with-parent"),
@@ -191,3 +204,81 @@ class RunnerSupervisor:
 
     def _set_back(self, batch: BatchRecord) -> None:
         self._setbacks[batch.id] = Backoff.after(self._setbacks.get(batch.id), batch.done, self._clock())
+
+
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+"""Loopback addresses for local processes, by the wildcard address on which the router listens."""
+
+MIN_WINDOW = 512
+WINDOW_PER_WORKER = 64
+"""Lines of one batch under way at once, at most, in all and for each decode worker: the larger one counts."""
+
+
+class BatchExecution:
+    """The batch execution of one router."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        settings: BatchSettings,
+        secret: RunnerSecret,
+        ended: Callable[[], None],
+        workers: Callable[[], int],
+        busy: Callable[[], bool],
+        cluster: BatchJobApi,
+    ) -> None:
+        """
+        `ended` is called when a batch needs no runner any more. `workers`: number of decode workers, at
+        least 1. `busy`: whether clients sent other requests recently. Raises SetupError for contradictory
+        settings.
+        """
+        self._workers = workers
+        self._busy = busy
+        terms = RunnerTerms(settings.batch_lease_s, settings.batch_line_s, self._window)
+        if settings.batch_jobs and settings.batch_execution != "external":
+            raise SetupError("--batch-jobs is for --batch-execution external: else this router runs batches.")
+        self._pods = pod_tokens(cluster, settings.batch_jobs) if settings.batch_jobs else None
+        self.api = RunnerApi(storage, secret, terms, ended, self._pods)
+        self.url = ""
+        """URL of this router. Runners are started only once it is set."""
+        self._settings = settings
+        self._supervisor = RunnerSupervisor(
+            storage, secret, settings.batch_parallel, settings.batch_runners, settings.batch_lease_s
+        )
+        self._announcer = BatchJobReporter(
+            storage, cluster, settings.batch_jobs, settings.batch_jobs_uid, time.monotonic
+        )
+        self._background: BackgroundTasks | None = None
+
+    def _window(self) -> int:
+        workers = self._workers()
+        widest = self._settings.batch_window or max(MIN_WINDOW, WINDOW_PER_WORKER * workers)
+        return min(widest, workers * self._settings.batch_window_when_busy) if self._busy() else widest
+
+    def start(self, background: BackgroundTasks) -> None:
+        """Start runners or BatchJobs from now on, if the settings say so."""
+        self._background = background
+        if self.url and self._settings.batch_execution == "subprocess":
+            url = reachable(self.url)
+            background.start(BackgroundTask.BATCH_RUNNERS, lambda: self._supervisor.run(url))
+        elif self.url and self._settings.batch_jobs:
+            background.start(BackgroundTask.BATCH_JOBS, self._announcer.run)
+
+    async def close(self) -> None:
+        """End all runners that this router has started; they post what is done."""
+        if self._background is not None:
+            await self._background.stop(BackgroundTask.BATCH_RUNNERS, BackgroundTask.BATCH_JOBS)
+        if self._pods is not None:
+            await self._pods.close()
+
+
+def reachable(url: str) -> str:
+    """
+    The same router as a process on this machine calls it.
+
+    >>> reachable("http://0.0.0.0:8000")
+    'http://127.0.0.1:8000'
+    """
+    parts = urlsplit(url)
+    host = LOOPBACK.get(parts.hostname or "", "")
+    return f"http://{host}:{parts.port}" if host else url

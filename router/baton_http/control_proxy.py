@@ -14,9 +14,9 @@ from collections.abc import Iterable
 import httptools
 
 from baton_api.errors import NotReady
-from baton_http.http_client import request_head
 from baton_http.replies import Receive, Scope, Send, request_id, send_error
 from baton_http.request_heads import CONNECTION_HEADERS
+from baton_http.upstream import request_head
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class ControlProxy:
             answer.complete |= scope["method"] == "HEAD" and answer.status > 0
             if answer.status and not answer.started:
                 answer.started = True
-                headers = [one for one in answer.headers if one[0] not in CONNECTION_HEADERS]
+                headers = [header for header in answer.headers if header[0] not in CONNECTION_HEADERS]
                 await send({"type": "http.response.start", "status": answer.status, "headers": headers})
             if answer.started:
                 body, answer.body = bytes(answer.body), bytearray()
@@ -140,4 +140,4 @@ def _head(scope: Scope, chunked: bool) -> bytes:
 
 
 def _forwarded(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    return [one for one in headers if one[0] not in CONNECTION_HEADERS and one[0] != b"expect"]
+    return [header for header in headers if header[0] not in CONNECTION_HEADERS and header[0] != b"expect"]

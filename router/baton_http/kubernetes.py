@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from baton_http.http_client import request_head
-from baton_http.upstream import Upstream, UpstreamExchange
+from baton_http.upstream import Upstream, UpstreamExchange, request_head
 
 CONNECT_S = 5.0
 

@@ -11,8 +11,8 @@ import json
 import re
 from typing import Any, ClassVar
 
-from baton_api.answer_usage import AnswerUsage, take_comments
 from baton_api.errors import BatonError
+from baton_api.stream_comments import AnswerUsage, take_comments
 from baton_http.request_heads import Headers
 
 DONE = (b"\ndata: [DONE]", b"\ndata:[DONE]")

@@ -38,21 +38,28 @@ from baton_api.keys import HEALTH_PATHS
 from baton_api.metrics import CONTENT_TYPE, BackgroundTask
 from baton_api.response_store import Turn, owner
 from baton_batches.controller import BatchController
-from baton_batches.execution import BatchExecution
 from baton_batches.kubernetes import BatchJobApi
 from baton_batches.routes import routes
 from baton_batches.runner_credentials import RunnerSecret
 from baton_batches.storage import Storage
+from baton_batches.supervisor import BatchExecution
 from baton_batches.wire import PATH as RUNNERS
-from baton_http.http_client import UpstreamPool
 from baton_http.replies import REQUEST_ID, Receive, Scope, Send, request_id, send_error
 from baton_http.request_cycle import count_for
+from baton_http.upstream import UpstreamPool
 from baton_router import service_info
 from baton_router.dashboard.endpoints import DATA_PATHS, LiveDashboard
 from baton_router.engines.heads import WorkerCredentials
 from baton_router.metrics import registry as metric_families
-from baton_router.metrics.collectors import CacheMetrics, QueueMetrics, TenantMetrics
-from baton_router.metrics.registry import CertificateMetrics, MetricFamily, RouterMetrics, WorkerStatusMetrics
+from baton_router.metrics.registry import (
+    CacheMetrics,
+    CertificateMetrics,
+    MetricFamily,
+    QueueMetrics,
+    RouterMetrics,
+    TenantMetrics,
+    WorkerStatusMetrics,
+)
 from baton_router.proxy import responses
 from baton_router.proxy.admin_operations import ADMIN_PATHS, AdminOperations
 from baton_router.proxy.proxy import Proxy
@@ -135,8 +142,7 @@ class RouterApp:
         """Raises SetupError if its packages are missing."""
         try:
             from baton_router.gateway.endpoint_picker import EndpointPicker
-            from baton_router.gateway.exchange import GatewayServices
-            from baton_router.gateway.local_endpoints import LocalEndpoints
+            from baton_router.gateway.exchange import GatewayServices, LocalEndpoints
         except ModuleNotFoundError as error:
             raise SetupError(
                 f"--gateway-port needs more packages ({error}): {installing.command('gateway')}."
@@ -330,7 +336,7 @@ def _add_operations(app: FastAPI, router: RouterApp) -> None:
     @app.get("/debug/decisions")
     async def decisions() -> JSONResponse:
         latest = reversed(router.scheduler.planner.placements)
-        return JSONResponse({"data": [explain(one) for one in latest]})
+        return JSONResponse({"data": [explain(placement) for placement in latest]})
 
     @app.get("/workers")
     async def workers() -> JSONResponse:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 
 from baton_router import server
-from baton_router.frontends import pool
+from baton_router.frontends import frontend
 from baton_router.settings import RouterSettings
 
 
@@ -22,7 +22,7 @@ def run(settings: RouterSettings, ready: Callable[[str], None] | None = None) ->
     listening = server.bind(settings.host, settings.port)
     prepare()
     if settings.processes > 1:
-        pool.run(settings, listening, ready)
+        frontend.run(settings, listening, ready)
         return
     with asyncio.Runner(loop_factory=server.new_event_loop) as runner:
         runner.run(server.serve(settings, listening, ready))

@@ -17,11 +17,11 @@ from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, Secre
 from pydantic_settings import SettingsConfigDict
 
 from baton_api import limits
-from baton_api.engines import EngineKind
 from baton_api.exposure import DEFAULT_PORT
 from baton_api.keys import KeyDigests
 from baton_api.logs import Format
 from baton_api.setting_types import Bytes, Names, Origins
+from baton_api.workers import EngineKind
 from baton_batches.settings import BatchSettings
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")

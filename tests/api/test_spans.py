@@ -9,7 +9,7 @@ import pytest
 
 from baton_api import otlp
 from baton_api.errors import SetupError
-from baton_api.spans import PATH, QUEUE_LIMIT, Collector, Spans, open_spans
+from baton_api.otlp import PATH, QUEUE_LIMIT, Collector, Spans, open_spans
 from tests.router import collector
 
 COLLECTORS = {
@@ -69,7 +69,7 @@ async def test_waiting_spans_are_sent_at_the_end_in_order() -> None:
 async def test_unreachable_collector_is_logged_once_and_blocks_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level(logging.INFO, "baton_api.spans"):
+    with caplog.at_level(logging.INFO, "baton_api.otlp"):
         spans = open_spans("baton-router", "http://127.0.0.1:9")
         for _ in range(3):
             spans.take(span("lost", QUEUE_LIMIT // 2))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton_api import headers
-from baton_api.completion_windows import OWN, window_fields
+from baton_api.batch_jobs import OWN, window_fields
 from baton_api.errors import (
     INTEGER_BELOW_MIN_VALUE,
     INVALID_TYPE,

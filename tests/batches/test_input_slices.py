@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from baton_batches.input_file import InputCursor, cut_slice
+from baton_batches.validation import InputCursor, cut_slice
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,8 @@ from baton_api.errors import SetupError, Unauthorized
 from baton_batches import wire
 from baton_batches.database import Database
 from baton_batches.files import NewFile, add
-from baton_batches.jobs import BatchJobAssignments
 from baton_batches.kubernetes import BatchJobApi, BatchJobReporter
-from baton_batches.ledger import Ledger
+from baton_batches.ledger import BatchJobAssignments, Ledger
 from baton_batches.values import BatchRecord
 from baton_batches.wire import LeaseRequest
 from baton_router.app import create_app

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton_api.errors import SetupError, StorageUnavailable
-from baton_batches.object_store import FolderObjectStore, ObjectStore, new_key
-from baton_batches.s3 import PART_BYTES, S3ObjectStore
+from baton_batches.object_store import PART_BYTES, FolderObjectStore, ObjectStore, S3ObjectStore, new_key
 from tests.batches.s3_server import KEYS, S3Server
 
 

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 from sqlalchemy import text
 
-from baton_api import headers, runner_tokens
-from baton_batches import wire
+from baton_api import headers
+from baton_batches import runner_credentials, wire
 from baton_batches.database import Database
 from baton_batches.runner_credentials import secret_of
 from baton_batches.storage import LEDGER
@@ -39,7 +39,7 @@ class Held:
 
     def token(self, epoch: int = 0, batch: str = "", seconds: float = 60) -> str:
         name = batch or self.batch.id
-        return runner_tokens.issue(self.secret, name, epoch, self.batch.owner, time.time() + seconds)
+        return runner_credentials.issue(self.secret, name, epoch, self.batch.owner, time.time() + seconds)
 
     async def ask(self, call: str, token: str, body: bytes = b"", batch: str = "") -> httpx.Response:
         method = "GET" if call.startswith("lines") else "POST"

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from baton_api.errors import INVALID_TYPE, MISSING_REQUIRED_PARAMETER
-from baton_batches import input_file
+from baton_batches import validation
 from baton_batches.validation import CustomIds, FileLimits, ValidationResult, repeated, validate
 from baton_batches.values import VALIDATION_LIMIT, LineResult
 
@@ -144,7 +144,7 @@ def test_lines_are_equal_for_any_pieces(seed: int) -> None:
         bare = (raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw).strip()
         if bare:
             expected.append((number, bare))
-    assert list(input_file.split_lines(cut(), 100)) == expected
+    assert list(validation.split_lines(cut(), 100)) == expected
 
 
 @pytest.mark.parametrize("seed", range(10))

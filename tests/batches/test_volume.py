@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton_api.errors import StorageFull
-from baton_batches.volume import NAME, RESERVE, VOLUME_SHARE, StateVolume
+from baton_batches.database import NAME, RESERVE, VOLUME_SHARE, StateVolume
 from tests.batches.serving import check_error, serving, upload, uploaded
 from tests.router.running import until
 

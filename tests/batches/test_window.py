@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from baton_batches.window import FIRST, MOST, SendWindow
+from baton_batches.runner import FIRST, MOST, SendWindow
 
 
 class Service:

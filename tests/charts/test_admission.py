@@ -15,7 +15,7 @@ import yaml
 
 from baton_operator.cluster.api_resources import path
 from baton_operator.crd import RESOURCES
-from baton_operator.manifests.groups import GROUP_API, GROUP_KIND
+from baton_operator.manifests.workers import GROUP_API, GROUP_KIND
 from tests.charts.helm import NAMESPACE, ROOT, VALUES, Manifest, of_kind, render
 from tests.operator.fake_cluster import FakeCluster
 from tests.router.real_kubernetes import RealKubernetes, real_kubernetes

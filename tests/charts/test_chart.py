@@ -14,9 +14,9 @@ from jsonschema import Draft202012Validator
 
 from baton_api import __version__
 from baton_operator import chart
+from baton_operator.chart import CLUSTER, SERVICES, own, rules
 from baton_operator.crd import RESOURCES
 from baton_operator.manifests import pods
-from baton_operator.rbac import CLUSTER, SERVICES, own, rules
 from baton_operator.settings import OperatorSettings
 from tests.charts.helm import CHART, NAMESPACE, ROOT, VALUES, helm, of_kind, render
 

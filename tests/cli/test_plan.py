@@ -14,9 +14,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from baton_cli import up
-from baton_cli.child import Command
 from baton_cli.display import Display
-from baton_cli.supervisor import Member, Supervisor, Watcher
+from baton_cli.supervisor import Command, Member, Supervisor, Watcher
 from baton_cli.up import Plan, Service, make_plan
 from baton_engine.api.http import HttpServer, RequestDrain
 from baton_router.settings import RouterSettings

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from baton_api.engines import EngineKind
+from baton_api.workers import EngineKind
 from baton_cli import status as report
 from baton_cli.router_workers import reported_load
-from baton_operator.manifests import conditions
+from baton_operator.manifests import objects
 
 LOAD = {"running": 2, "queued": 0}
 INFO = {"version": "1", "status": "ready", "models": [{"id": "tiny"}]}
@@ -273,8 +273,8 @@ def test_status_intended_state_is_no_trouble(reason: str) -> None:
 def test_conditions_of_a_service_are_those_of_the_operator() -> None:
     """A condition that the operator adds is shown as good or bad, and not passed over."""
     of_other_kinds = {"UpToDate", "Active"}  # of a batch run and of an adapter
-    assert conditions.GOOD - of_other_kinds <= report.GOOD
-    assert conditions.BAD <= report.BAD
+    assert objects.GOOD - of_other_kinds <= report.GOOD
+    assert objects.BAD <= report.BAD
 
 
 def of_engine(role: str, engine: EngineKind, **load: Any) -> dict[str, Any]:

@@ -14,9 +14,8 @@ import psutil
 import pytest
 
 from baton_api.errors import SetupError
-from baton_cli.child import Command
 from baton_cli.options import read_settings
-from baton_cli.supervisor import Watcher, supervise
+from baton_cli.supervisor import Command, Watcher, supervise
 from baton_cli.up import LocalRouterSettings
 from tests.cli.service import END_S, START_S, TIMEOUT_S, await_gone, await_true, running_up, start_baton
 from tests.engine.models import make_model

@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 
 from baton_api.announcements import Announcement, Listening, Ready
-from baton_cli import child
+from baton_cli import supervisor
 from tests.engine.models import VOCAB, make_model
 from tests.ports import steady_port
 
@@ -61,7 +61,7 @@ class Node:
     name: str
     arguments: tuple[str, ...]
     http: httpx.AsyncClient
-    process: child.Child | None = None
+    process: supervisor.Child | None = None
     port: int = field(default_factory=steady_port)
     control: str = ""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -81,7 +81,7 @@ class Node:
         ports: list[str] = [f"--port={self.port}"]
         if self.arguments[0] == "prefill":
             ports.append(f"--control-port={self.control_port}")
-        self.process = await child.start(
+        self.process = await supervisor.start(
             [*self.arguments, *ports], {"OMP_NUM_THREADS": "1"}, self._announced, self.lines.append
         )
         async with asyncio.timeout(TIMEOUT_S):

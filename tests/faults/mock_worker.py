@@ -25,7 +25,7 @@ import msgspec
 from baton_api import headers
 from baton_api.errors import InternalError
 from baton_api.prompt_report import PromptReport
-from baton_api.resuming import BODY, Beginning, Resumption, begin_line, tokens_line
+from baton_api.stream_comments import BODY, Beginning, Resumption, begin_line, tokens_line
 from baton_api.workers import Load, Role
 from baton_router.workers.costs import WorkerKind
 

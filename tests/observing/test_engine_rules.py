@@ -13,10 +13,10 @@ from baton_api.metrics.engines import MAPPINGS
 from baton_api.metrics.engines.mapping import EngineMapping
 from baton_operator.rollout.decision import RoleName
 from baton_operator.scaling.decision import decide
-from baton_operator.scaling.engine_slots import DecodeSlots
 from baton_operator.scaling.prometheus import METRIC_LABEL, MetricsQuery
 from baton_operator.scaling.sample import RoleMemory, RoleSample, ScalingDecision, ScalingPolicy
 from baton_operator.scaling.signals import RolePods, ServiceMetrics, role_sample
+from baton_operator.scaling.sizing import DecodeSlots
 from tests.observing.engine_series import (
     NAMESPACE,
     SERVICE,

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from baton_api import metrics
-from baton_observing import engines
+from baton_observing import rules
 from baton_observing.alerts import ALERTS
 from baton_observing.dashboards import DASHBOARDS
 from baton_observing.dashboards.panels import CLUSTER, TENANT, Query
@@ -90,7 +90,7 @@ def _judge(it: Monitored) -> None:
     # No rule fails.
     groups = it.prometheus.get("rules", {})["groups"]
     evaluated = [rule for group in groups for rule in group["rules"]]
-    mapped = sum(len(records) for records in engines.rules().values())
+    mapped = sum(len(records) for records in rules.rules().values())
     assert len(evaluated) == len(ALERTS) + len(RECORDING_RULES) + mapped
     assert not [
         (rule["name"], rule["health"], rule.get("lastError")) for rule in evaluated if rule["health"] != "ok"

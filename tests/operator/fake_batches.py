@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 from baton_api import labels
-from baton_operator.manifests.conditions import written
-from baton_operator.manifests.objects import Manifest
+from baton_operator.manifests.objects import Manifest, written
 from baton_operator.reconcilers.batch_job import BatchDecision, decide
 
 IMAGE = "registry.example/router:1"

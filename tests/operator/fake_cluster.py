@@ -19,9 +19,9 @@ from typing import Any
 from baton_api import labels
 from baton_operator import names
 from baton_operator.cluster.state import ClusterState, Pod
-from baton_operator.manifests.groups import GROUP_KIND
 from baton_operator.manifests.model_files import FOLDER
 from baton_operator.manifests.objects import Key, Manifest, key, timestamp
+from baton_operator.manifests.workers import GROUP_KIND
 from baton_operator.reconcilers.plan import OperatorDefaults, ServicePlan, plan_service
 from baton_operator.reconcilers.report import service_status
 

@@ -22,7 +22,7 @@ import yaml
 from kubernetes.aio.client import ApiClient
 
 from baton_api import labels
-from baton_operator import rbac
+from baton_operator import chart
 from baton_operator.cluster import api_server
 from baton_operator.cluster.api_resources import API, WATCHED, path, path_of
 from baton_operator.cluster.api_server import ApiServer
@@ -32,8 +32,7 @@ from baton_operator.cluster.state import ClusterReader
 from baton_operator.crd import RESOURCES
 from baton_operator.manifests.objects import Manifest
 from baton_operator.reconcilers.inference_service import InferenceServiceReconciler
-from baton_operator.reconcilers.plan import OperatorDefaults
-from baton_operator.reconcilers.router_rollouts import RouterRollouts
+from baton_operator.reconcilers.plan import OperatorDefaults, RouterRollouts
 from tests.charts.helm import of_kind, render
 from tests.router.real_kubernetes import RealKubernetes, real_kubernetes
 
@@ -163,8 +162,8 @@ class RealCluster:
         subjects = [{"apiGroup": group, **user}]
         name = {"metadata": {"name": "operator"}}
         for where, kind, rules in (
-            (RBAC, "ClusterRole", rbac.rules((*rbac.SERVICES, *rbac.CLUSTER))),
-            (f"{RBAC}/namespaces/{OPERATOR}", "Role", rbac.rules(rbac.own("baton-operator"))),
+            (RBAC, "ClusterRole", chart.rules((*chart.SERVICES, *chart.CLUSTER))),
+            (f"{RBAC}/namespaces/{OPERATOR}", "Role", chart.rules(chart.own("baton-operator"))),
         ):
             plural = kind.lower() + "s"
             reference = {"apiGroup": group, "kind": kind, "name": "operator"}

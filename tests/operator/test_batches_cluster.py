@@ -16,8 +16,7 @@ from baton_batches.kubernetes import BatchJobApi, batch_job_manifest
 from baton_batches.runner_credentials import pod_tokens
 from baton_http.kubernetes import KubernetesAccess
 from baton_operator.cluster.api_resources import API, path
-from baton_operator.manifests.conditions import Transition
-from baton_operator.manifests.objects import Manifest
+from baton_operator.manifests.objects import Manifest, Transition
 from baton_operator.reconcilers.batch_job import BatchJobReconciler
 from tests.operator.fake_batches import IMAGE, SERVICE
 from tests.operator.real_cluster import (

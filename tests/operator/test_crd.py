@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from baton_operator.crd import RESOURCES, Resource, files
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.part import Duration, amount
-from baton_operator.manifests.drift import contains
+from baton_operator.manifests.objects import contains
 
 CRDS = Path(__file__).parents[2] / "crds"
 KINDS = pytest.mark.parametrize("kind", RESOURCES, ids=lambda one: one.kind)

@@ -10,12 +10,12 @@ from typing import Any, get_args
 import pytest
 
 from baton_api import labels
-from baton_api.engines import EngineKind
+from baton_api.workers import EngineKind
 from baton_cli.options import options_of
 from baton_operator.kinds.engine import EngineType
 from baton_operator.kinds.inference_service import InferenceServiceSpec
-from baton_operator.manifests.engines import ENGINES, checks, sglang, startup, trtllm, vllm
-from baton_operator.manifests.engines.arguments import flag_name
+from baton_operator.manifests.engines import ENGINES, checks, sglang, trtllm, vllm
+from baton_operator.manifests.engines.container import flag_name, startup_s
 from baton_operator.manifests.engines.spec import EngineSpec
 from baton_operator.manifests.objects import Manifest, merged
 from baton_operator.operator import engine_images
@@ -731,4 +731,4 @@ def test_default_image_of_the_operator_is_used_and_kept() -> None:
 )
 def test_startup_time_grows_with_the_model(uri: str, role: Manifest, seconds: int) -> None:
     spec = InferenceServiceSpec.model_validate({**VLLM, "model": {"uri": uri}, "decode": role})
-    assert startup.startup_s(spec.model, spec.decode) == seconds
+    assert startup_s(spec.model, spec.decode) == seconds

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from baton_api import labels
-from baton_operator.manifests.drift import TEMPLATE
-from baton_operator.manifests.groups import GROUP_API, GROUP_KIND, WORKER_INDEX
-from baton_operator.manifests.objects import Manifest, merged
+from baton_operator.manifests.objects import TEMPLATE, Manifest, merged
+from baton_operator.manifests.workers import GROUP_API, GROUP_KIND, WORKER_INDEX
 from baton_operator.reconcilers.report import scaler_status
 from baton_operator.scaling.budget import GpuDemand, of_role
 from tests.operator.fake_cluster import FakeCluster

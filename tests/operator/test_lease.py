@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton_api import labels
-from baton_operator.cluster.lease import (
+from baton_operator.cluster.leadership import (
     DURATION_S,
     GIVE_UP_S,
     NAMESPACES,

@@ -9,12 +9,19 @@ from typing import Any
 
 import pytest
 
-from baton_operator.adapters import report as reports
-from baton_operator.adapters.decision import Adapter, AdapterPod, PodWork, decide
-from baton_operator.adapters.report import AdapterReport, report
-from baton_operator.adapters.templates import FilesNotReachable, Mount, WorkerTemplate
+from baton_operator.adapters.decision import (
+    Adapter,
+    AdapterPod,
+    FilesNotReachable,
+    Mount,
+    PodWork,
+    WorkerTemplate,
+    decide,
+)
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.lora_adapter import LoraAdapterSpec
+from baton_operator.reconcilers import lora_adapters as reports
+from baton_operator.reconcilers.lora_adapters import AdapterReport, report
 
 SPEC: dict[str, Any] = {
     "model": {"uri": "pvc://models/tiny"},

@@ -14,14 +14,13 @@ from kubernetes.aio.client.exceptions import ApiException
 
 from baton_api import labels
 from baton_operator import names
-from baton_operator.adapters.pod_loads import PodLoads
-from baton_operator.adapters.worker_api import AdapterApi
+from baton_operator.adapters.worker_api import AdapterApi, PodLoads
 from baton_operator.cluster import api_server
 from baton_operator.cluster.api_resources import API
 from baton_operator.cluster.api_server import ApiServer
 from baton_operator.cluster.cache import ObjectCache
 from baton_operator.cluster.reflector import Reflectors
-from baton_operator.manifests.engines.arguments import ENABLE_LORA
+from baton_operator.manifests.engines.container import ENABLE_LORA
 from baton_operator.reconcilers.lora_adapters import FINALIZER, KIND, LoraAdapterReconciler
 from tests.operator.fake_api import FakeApi
 from tests.operator.fake_vllm_lora import RANK_ERROR, FakeVllmLora, running

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from baton_operator.adapters import pod_loads, worker_api
-from baton_operator.adapters.decision import AdapterPod, PodWork
-from baton_operator.adapters.pod_loads import PodLoads
-from baton_operator.adapters.templates import WorkerTemplate
-from baton_operator.adapters.worker_api import AdapterApi, AdapterApiError
+from baton_operator.adapters import worker_api
+from baton_operator.adapters.decision import AdapterPod, PodWork, WorkerTemplate
+from baton_operator.adapters.worker_api import AdapterApi, AdapterApiError, PodLoads
 from tests.operator.fake_vllm_lora import RANK_ERROR, FakeVllmLora, running
 from tests.operator.real_cluster import until
 
@@ -104,7 +102,7 @@ async def test_pod_that_refuses_connections_is_read_again_later() -> None:
         assert read.models is None and "Cannot reach" in read.error
         await worker.start(port=port)
         assert (await loads.loads.read([pod]))[0].error == read.error, "not asked during the pause"
-        loads.now = pod_loads.FIRST_S
+        loads.now = worker_api.FIRST_S
         assert (await loads.loads.read([pod]))[0].models == {}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from baton_operator.manifests.drift import merge_patch
+from baton_operator.manifests.objects import merge_patch
 
 
 def applied(target: Any, patch: Any) -> Any:

@@ -19,7 +19,7 @@ import pytest_asyncio
 from baton_api import labels as label_names
 from baton_api import metrics
 from baton_http.kubernetes import KubernetesAccess
-from baton_operator import rbac
+from baton_operator import chart
 from baton_operator.cluster.api_resources import API, path
 from baton_operator.manifests.inference_pool import POOL_API, POOL_KIND
 from baton_operator.reconcilers.lora_adapters import FINALIZER
@@ -141,7 +141,7 @@ async def test_operator_rights_are_all_used_and_sufficient(cluster: RealCluster)
     used = {(one.group, one.resource, one.verb) for one in requests}
     unused = {
         (rule.group, resource, verb)
-        for rule in [*rbac.SERVICES, *rbac.CLUSTER, *rbac.own("baton-operator")]
+        for rule in [*chart.SERVICES, *chart.CLUSTER, *chart.own("baton-operator")]
         for resource in rule.resources
         for verb in rule.verbs
     } - used
@@ -274,7 +274,7 @@ def _implied() -> set[tuple[str, str, str]]:
     """Rights that the API server asks for within a request for something else, so that no log has them."""
     applied = {
         (rule.group, resource, "create")
-        for rule in rbac.SERVICES
+        for rule in chart.SERVICES
         for resource in rule.resources
         if {"create", "patch", "delete"} <= set(rule.verbs)  # server-side apply makes what is not there
     }

@@ -11,7 +11,7 @@ import pytest
 from baton_api import labels as label_names
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.resources import RDMA, ResourceRequirements
-from baton_operator.manifests import ports, routers
+from baton_operator.manifests import pods, routers
 from baton_operator.manifests.mutual_tls import Shown
 from baton_operator.manifests.objects import Manifest, Owner
 from baton_operator.manifests.revision import Blueprint, Revision
@@ -235,7 +235,7 @@ def test_workers_in_the_nodes_network_share_no_port(tls: bool) -> None:
     assert len(ports_by_role) == 4
     taken = [port for one in ports_by_role.values() for port in one.values()]
     assert len(taken) == len(set(taken))
-    assert all(ports.FIRST_PORT <= port <= ports.LAST_PORT for port in taken)
+    assert all(pods.FIRST_PORT <= port <= pods.LAST_PORT for port in taken)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -272,7 +272,7 @@ def test_worker_in_its_own_network_keeps_its_ports(
 ) -> None:
     cluster = FakeCluster({**MINIMAL, **roles, "transfer": {"controlPort": 6000}})
     cluster.settle()
-    (named,) = [ports for name, ports in listening(cluster).items() if f"-{role}-" in name]
+    (named,) = [pods for name, pods in listening(cluster).items() if f"-{role}-" in name]
     assert named == {"http": 8000, "kv-events": 5558, "kv-replay": 5559, **control}
     pod = first(cluster, "Deployment", role)
     flags = [one for one in pod["containers"][0]["args"] if one.startswith("--control")]
@@ -286,10 +286,10 @@ def test_ports_of_a_revisions_roles_differ_in_every_service() -> None:
     revision = Revision(blueprint=blueprint, image="worker:1", created=0.0, name="6f1c2ab9")
     for number in range(5000):
         owner = Owner(f"service-{number}", "models", "uid")
-        both = [ports.ports(owner, revision, role) for role in blueprint.roles]
+        both = [pods.ports(owner, revision, role) for role in blueprint.roles]
         taken = [port for one in both for port in astuple(one)]
-        assert len(set(taken)) == 2 * ports.PORTS_OF_ROLE
-        assert min(taken) >= ports.FIRST_PORT and max(taken) <= ports.LAST_PORT
+        assert len(set(taken)) == 2 * pods.PORTS_OF_ROLE
+        assert min(taken) >= pods.FIRST_PORT and max(taken) <= pods.LAST_PORT
 
 
 SEPARATE: Manifest = {**MINIMAL, "prefill": {}}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from baton_operator.chart import CLUSTER, SERVICES, own, rules
 from baton_operator.cluster.api_resources import OWNED, PRUNED, WATCHED, plural
 from baton_operator.crd import RESOURCES
-from baton_operator.rbac import CLUSTER, SERVICES, own, rules
 
 EVERYTHING = [*SERVICES, *CLUSTER, *own("baton-operator")]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton_operator.reconcilers.report import rejected_status, scaler_status
-from baton_operator.scaling import role_scalers
+from baton_operator.scaling import roles
 from tests.operator.fake_cluster import FakeCluster
 
 PAIR: dict[str, Any] = {
@@ -68,7 +68,7 @@ def test_scaling_limited_at_the_maximum(
         }
     )
     cluster.settle()
-    scaler = cluster.objects[role_scalers.API, role_scalers.KIND, "chat-decode"]
+    scaler = cluster.objects[roles.API, roles.KIND, "chat-decode"]
     scaler["spec"]["replicas"] = requested
     scaler["status"] = {
         "scaling": {"recommended": recommended},

@@ -10,8 +10,14 @@ import pytest
 
 from baton_operator.manifests.objects import key
 from baton_operator.manifests.routers import SPEC_GENERATION
-from baton_operator.reconcilers.plan import OperatorDefaults, plan_service
-from baton_operator.reconcilers.router_rollouts import WAIT_S, RouterRollouts, is_settled, is_upgrade
+from baton_operator.reconcilers.plan import (
+    WAIT_S,
+    OperatorDefaults,
+    RouterRollouts,
+    is_settled,
+    is_upgrade,
+    plan_service,
+)
 from tests.operator.fake_api import FakeApi
 from tests.operator.fake_cluster import IMAGES, FakeCluster
 from tests.operator.real_cluster import started, until

@@ -17,7 +17,7 @@ import pytest
 from baton_api import labels
 from baton_operator.reconcilers.plan import ServicePlan, ServiceState
 from baton_operator.rollout.decision import ALL, RevisionState, RoleName
-from baton_operator.scaling import role_scalers
+from baton_operator.scaling.roles import worker_roles
 from tests.operator.fake_cluster import FakeCluster
 from tests.seeds import seeds
 
@@ -87,7 +87,7 @@ def serves_on(state: ServiceState) -> None:
     )
     missing = [
         role.update_strategy.max_unavailable / state.targets[name]
-        for name, role in role_scalers.roles(state.spec).items()
+        for name, role in worker_roles(state.spec).items()
         if state.targets[name]
     ]
     lost = max(missing, default=0.0)

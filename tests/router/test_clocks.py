@@ -14,7 +14,7 @@ PACKAGES = (baton_router, baton_http)
 CALENDAR_READERS = {
     "baton_router/app.py": "`created` of models, for clients to read",
     "baton_router/dashboard/endpoints.py": "arrival times, for people to read",
-    "baton_router/gateway/certificate.py": "validity of a self-signed certificate",
+    "baton_router/gateway/endpoint_picker.py": "validity of a self-signed certificate",
     "baton_router/gateway/exchange.py": "expiry of tickets",
     "baton_router/proxy/tracing.py": "times of spans, beside those of other services",
     "baton_router/engines/baton.py": "expiry of tickets",

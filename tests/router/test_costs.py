@@ -10,10 +10,9 @@ import pytest
 from baton_api import profiles
 from baton_api.errors import SetupError
 from baton_api.profiles import Capacity, PrefillLine, Profile, StepLine, TransferLine
-from baton_http.http_client import UpstreamPool
+from baton_http.upstream import UpstreamPool
 from baton_router.scheduling.scheduler import RequestScheduler
 from baton_router.settings import RouterSettings
-from baton_router.workers.bookings import PrefillBookings, StreamBookings
 from baton_router.workers.costs import (
     FORGETTING,
     LEAST_S,
@@ -27,6 +26,7 @@ from baton_router.workers.costs import (
     TransferCost,
     WorkerKind,
 )
+from baton_router.workers.worker import PrefillBookings, StreamBookings
 from baton_router.workers.worker_state import WorkerStates
 
 

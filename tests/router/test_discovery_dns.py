@@ -10,7 +10,7 @@ import pytest
 
 from baton_api.workers import Role
 from baton_router.settings import DnsName
-from baton_router.workers.discovery.dns import (
+from baton_router.workers.discovery.kubernetes import (
     EMPTY_ANSWERS_LIMIT,
     Address,
     DnsWorkers,

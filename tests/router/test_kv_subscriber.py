@@ -15,11 +15,10 @@ import zmq.asyncio
 
 from baton_api import headers, metrics
 from baton_api.background import BackgroundTasks
-from baton_api.engines import EngineKind
 from baton_api.hashing import block_hashes, root_hash
 from baton_api.kv_events import BlockStored, SnapshotFrame, block_number, frame, sequence_bytes
 from baton_api.prompt_report import PromptReport
-from baton_api.workers import Role
+from baton_api.workers import EngineKind, Role
 from baton_engine.kv.events import Change, Removed, Stored
 from baton_engine.kv.publisher import KvPublisher
 from baton_http.upstream import Upstream

@@ -18,9 +18,8 @@ from baton_api.background import BackgroundTasks
 from baton_api.errors import ModelNotFound, NotReady, Overloaded, QuotaExceeded
 from baton_api.prompt_report import PromptReport
 from baton_api.workers import Load, Role
-from baton_http.http_client import UpstreamPool
 from baton_http.link import RemoteError
-from baton_http.upstream import UpstreamLost
+from baton_http.upstream import UpstreamLost, UpstreamPool
 from baton_router.cache.prompt_chunks import PromptChunks
 from baton_router.frontends.link import rejection_of
 from baton_router.frontends.remote_picker import RemotePicker

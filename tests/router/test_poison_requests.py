@@ -14,10 +14,10 @@ import pytest
 
 from baton_api import headers, metrics
 from baton_api.errors import PoisonRequest, WorkerLost
-from baton_api.resuming import Beginning, begin_line, tokens_line
+from baton_api.stream_comments import Beginning, begin_line, tokens_line
 from baton_api.workers import Role
-from baton_router.proxy.retries import RESERVE
-from baton_router.scheduling.crash_history import (
+from baton_router.proxy.timeouts import RESERVE
+from baton_router.scheduling.outcome_attribution import (
     BACKGROUND_LOSSES_LIMIT,
     LOSSES_LIMIT,
     REMEMBERED_LIMIT,

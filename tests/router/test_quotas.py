@@ -13,8 +13,8 @@ import pytest
 
 from baton_api import headers as header_names
 from baton_api import metrics
-from baton_api.answer_usage import AnswerUsage
 from baton_api.errors import Overloaded, RateLimited
+from baton_api.stream_comments import AnswerUsage
 from baton_router.cache.prompt_chunks import chunk_text
 from baton_router.requests.picker import PickRequest, RequestCost
 from baton_router.scheduling.quotas import Quotas

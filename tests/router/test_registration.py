@@ -9,7 +9,7 @@ import pytest
 
 from baton_api.errors import ModelNotFound, NotReady
 from baton_api.workers import Load, Role
-from baton_http.http_client import UpstreamPool
+from baton_http.upstream import UpstreamPool
 from baton_router.cache.prompt_chunks import chunk_text
 from baton_router.workers.discovery.listed import ListedStatus, ListedWorker
 from baton_router.workers.registration import RELEASE_S, WorkerRegistration

@@ -16,12 +16,12 @@ from baton_api.headers import PROMPT
 from baton_api.prompt_report import PromptReport
 from baton_api.workers import Role
 from baton_http.sse import usage_tokens
-from baton_router.metrics.registry import LoopLag
-from baton_router.metrics.request_counters import (
+from baton_router.metrics.registry import (
     MODEL_LABELS,
     OTHER,
     TENANT_LABELS,
     BoundedLabels,
+    LoopLag,
     RequestCounters,
 )
 from tests.router.fake_worker import FakeWorker, saying, whole_answer

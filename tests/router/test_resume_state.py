@@ -9,7 +9,7 @@ import pytest
 
 from baton_api import anthropic
 from baton_api.errors import InternalError, WorkerLost
-from baton_api.resuming import Beginning, Resumption, begin_line, tokens_line, with_resumption
+from baton_api.stream_comments import Beginning, Resumption, begin_line, tokens_line, with_resumption
 from baton_router.requests.resumable_stream import MessageStream, ResumableStream
 
 BEGUN = Beginning("chatcmpl-1", 1700000000, 42, 16)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from baton_router.proxy.retries import CRASH_S, REFILL_PER_S, RESERVE, RetryBudget
+from baton_router.proxy.timeouts import CRASH_S, REFILL_PER_S, RESERVE, RetryBudget
 
 
 class Clock:

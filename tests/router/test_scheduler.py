@@ -12,7 +12,7 @@ from baton_api.errors import BatonError
 from baton_api.prompt_report import PromptReport
 from baton_api.request_classes import CLASSES
 from baton_api.workers import Load, Role
-from baton_http.http_client import UpstreamPool
+from baton_http.upstream import UpstreamPool
 from baton_router.cache.prompt_chunks import chunk_text
 from baton_router.requests.picker import Grant, PickRequest, RequestEnd
 from baton_router.scheduling.scheduler import RequestScheduler

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from baton_api.answer_usage import AnswerUsage
 from baton_api.errors import WorkerLost
+from baton_api.stream_comments import AnswerUsage
 from baton_http import sse
 from baton_http.sse import EventStream, GenerateStream, ResponseStream
 from baton_router.requests.resumable_stream import MessageStream, ResumableStream

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton_router.scheduling.tenant_queue import AGING, SHORT_S, QueueEntry, SortedList, TenantQueue
+from baton_router.scheduling.priority_queue import AGING, SHORT_S, QueueEntry, SortedList, TenantQueue
 
 _numbers = itertools.count()
 

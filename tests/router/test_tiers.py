@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton_api.engines import EngineKind
 from baton_api.kv_events import EventBatch
+from baton_api.workers import EngineKind
 from baton_router.cache.block_map import BlockMap, WorkerBlocks
 from baton_router.cache.kv_feed import KvEventFeed
 from baton_router.cache.prefix_index import PrefixIndex

@@ -14,7 +14,7 @@ import pytest
 from baton_api import headers as header_names
 from baton_api.headers import PROMPT
 from baton_api.prompt_report import PromptReport
-from baton_api.resuming import Beginning, begin_line, tokens_line
+from baton_api.stream_comments import Beginning, begin_line, tokens_line
 from baton_api.workers import Role
 from baton_router.proxy.tracing import open_tracing
 from baton_router.settings import RouterSettings

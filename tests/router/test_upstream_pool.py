@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton_api import mutual_tls
-from baton_http.http_client import UpstreamPool
+from baton_http.upstream import UpstreamPool
 from tests.authority import Authority
 
 WORKER = "10.0.0.1:8000"

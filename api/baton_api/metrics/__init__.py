@@ -10,7 +10,6 @@ A router with several processes adds the label `process` to each series.
 
 from __future__ import annotations
 
-from baton_api.metrics.batches import *
 from baton_api.metrics.metric import *
 from baton_api.metrics.metric import Metric
 from baton_api.metrics.operator import *

@@ -1,4 +1,4 @@
-"""The paths of the API, each with its request, response and statuses."""
+"""The paths of the API, each with its request, response and statuses; schemas of files and batches."""
 
 from __future__ import annotations
 
@@ -10,9 +10,123 @@ from typing import Any
 
 from baton_api import __version__, anthropic, limits
 from baton_api import headers as header_names
+from baton_api.batch_jobs import DAY, OWN
 from baton_api.inference_paths import RERANK_PATHS, SCORE_PATHS
-from baton_api.openapi import files_and_batches, requests, responses
-from baton_api.openapi.values import COUNT, TEXT, Schema, one_of, ref
+from baton_api.openapi import requests, responses
+from baton_api.openapi.values import (
+    BOOLEAN,
+    COUNT,
+    OBJECT,
+    TEXT,
+    Schema,
+    array,
+    exactly,
+    full,
+    integer,
+    mapping,
+    nullable,
+    one_of,
+    optional,
+    record,
+    ref,
+    text,
+)
+
+PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+STATUSES = (
+    *("validating", "failed", "in_progress", "finalizing"),
+    *("completed", "expired", "cancelling", "cancelled"),
+)
+TIMES = (
+    *("in_progress_at", "finalizing_at", "completed_at", "failed_at"),
+    *("expired_at", "cancelling_at", "cancelled_at"),
+)
+WINDOW: Schema = {"type": "string", "pattern": "^[1-9][0-9]{0,6}[smhd]$", "examples": ["24h"]}
+
+
+def schemas() -> dict[str, Schema]:
+    """Return all schemas of files and batches by name."""
+    return _files() | _batches()
+
+
+def _files() -> dict[str, Schema]:
+    return {
+        "FileUpload": record(
+            {
+                "file": {"type": "string", "format": "binary", "minLength": 1},
+                "purpose": one_of(*PURPOSES),
+                "expires_after[anchor]": exactly("created_at"),
+                "expires_after[seconds]": integer(limits.EXPIRES_AFTER),
+            },
+            ["file", "purpose"],
+        )
+        | {"dependentRequired": _both("expires_after[anchor]", "expires_after[seconds]")},
+        "File": full({
+            "id": {"type": "string", "pattern": "^file-"},
+            "object": exactly("file"),
+            "bytes": COUNT,
+            "created_at": COUNT,
+            "expires_at": nullable(COUNT),
+            "filename": TEXT | {"minLength": 1},
+            "purpose": one_of(*PURPOSES, "batch_output"),
+            "status": exactly("processed"),
+        }),
+        "Files": _list("File"),
+        "FileDeleted": full({"id": TEXT, "object": exactly("file"), "deleted": BOOLEAN}),
+    }  # fmt: skip
+
+
+def _batches() -> dict[str, Schema]:
+    metadata = mapping(text(limits.METADATA_VALUE), limits.METADATA)
+    metadata["propertyNames"] = {"maxLength": limits.METADATA_KEY.most}
+    expiry = record(
+        {"anchor": exactly("created_at"), "seconds": integer(limits.EXPIRES_AFTER)}, ["anchor", "seconds"]
+    )
+    return {
+        "BatchRequest": record(
+            {
+                "input_file_id": TEXT,
+                "endpoint": one_of(*ENDPOINTS),
+                "completion_window": exactly(DAY),
+            }
+            | optional(metadata=metadata, output_expires_after=expiry, **{OWN: WINDOW}),
+            ["input_file_id", "endpoint", "completion_window"],
+        ),
+        "Batch": full({
+            "id": {"type": "string", "pattern": "^batch_"},
+            "object": exactly("batch"),
+            "endpoint": one_of(*ENDPOINTS),
+            "model": nullable(TEXT),
+            "errors": nullable(full({"object": exactly("list"), "data": array(_line_error(), least=1)})),
+            "input_file_id": TEXT,
+            "completion_window": WINDOW,
+            "status": one_of(*STATUSES),
+            "output_file_id": nullable(TEXT),
+            "error_file_id": nullable(TEXT),
+            "created_at": COUNT,
+            "expires_at": COUNT,
+            **dict.fromkeys(TIMES, nullable(COUNT)),
+            "request_counts": full({"total": COUNT, "completed": COUNT, "failed": COUNT}),
+            "usage": nullable(OBJECT),
+            "metadata": nullable(mapping(TEXT)),
+        }),
+        "Batches": _list("Batch"),
+    }  # fmt: skip
+
+
+def _list(name: str) -> Schema:
+    ends = {"first_id": nullable(TEXT), "last_id": nullable(TEXT), "has_more": BOOLEAN}
+    return full({"object": exactly("list"), "data": array(ref(name)), **ends})
+
+
+def _line_error() -> Schema:
+    return full({"code": TEXT, "message": TEXT, "param": nullable(TEXT), "line": nullable(COUNT)})
+
+
+def _both(first: str, second: str) -> dict[str, list[str]]:
+    return {first: [second], second: [first]}
+
 
 ERRORS = {
     400: "The request is invalid; `param` names the field.",
@@ -87,7 +201,7 @@ def document(models: Sequence[str], server: str, *, keyed: bool = False) -> Sche
         if server in operation.served_by:
             for path in (operation.path, *operation.others):
                 paths.setdefault(path, {})[operation.method] = operation.described(path)
-    components = requests.schemas(models) | responses.schemas() | files_and_batches.schemas()
+    components = requests.schemas(models) | responses.schemas() | schemas()
     described: Schema = {
         "openapi": "3.1.0",
         "info": {

@@ -22,10 +22,8 @@ from baton_api import __version__
 from baton_api.errors import SetupError
 from baton_api.profiles import Objectives
 from baton_cli.bench.connection import Endpoint
-from baton_cli.bench.load import ClientCost
-from baton_cli.bench.prompts import Shape
+from baton_cli.bench.load import ClientCost, Session, Shape, open_session, target
 from baton_cli.bench.report import Level, Objective, Spread, level, significant
-from baton_cli.bench.session import Session, open_session, target
 
 SOME_FAILED = 3
 """Exit status if requests failed, the same as for lines of `baton batch`."""

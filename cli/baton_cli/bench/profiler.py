@@ -26,13 +26,11 @@ from baton_api.errors import SetupError
 from baton_api.profiles import Objectives, Point, PrefillLine, Profile, StepLine, TransferLine
 from baton_api.workers import Role
 from baton_cli import router_workers
-from baton_cli.bench import prompts
+from baton_cli.bench import load
 from baton_cli.bench.command import BenchPlan, BenchTarget, Say
 from baton_cli.bench.connection import Answer, Endpoint
-from baton_cli.bench.outcomes import Outcome, read
-from baton_cli.bench.prompts import BenchRequest
+from baton_cli.bench.load import BenchRequest, Outcome, Session, open_session, read, target
 from baton_cli.bench.report import significant
-from baton_cli.bench.session import Session, open_session, target
 from baton_cli.router_workers import ANSWER_S, Row, reported_load
 
 
@@ -333,7 +331,7 @@ class Profiler:
     def _text(self, tokens: int) -> str:
         measure = self._session.measure
         words = measure.words(max(1.0, tokens - measure.template))
-        return prompts.text(self._session.rng.getrandbits(48), words)
+        return load.text(self._session.rng.getrandbits(48), words)
 
 
 def fitted(points: Sequence[Point]) -> tuple[PrefillLine, StepLine, TransferLine]:

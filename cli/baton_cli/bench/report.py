@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
-from baton_cli.bench.load import ClientCost, LoadResult
-from baton_cli.bench.outcomes import Outcome
+from baton_cli.bench.load import ClientCost, LoadResult, Outcome
 
 SHARES = (0.5, 0.9, 0.95, 0.99)
 

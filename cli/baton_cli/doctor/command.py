@@ -15,7 +15,7 @@ from rich.text import Text
 
 from baton_api import __version__
 from baton_cli.doctor import cluster as clusters
-from baton_cli.doctor import engines, environment, gpu, probes, selftests, transport
+from baton_cli.doctor import engines, environment, gpu, probes, selftests
 from baton_cli.doctor.machine import Finding, Level, Machine
 
 ERROR_STATUS = 1
@@ -105,14 +105,14 @@ def _count(number: int, what: str) -> str:
 CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
     environment.shared_memory,
     environment.open_files,
-    transport.rdma,
-    transport.locked_memory,
-    transport.copies,
+    environment.rdma,
+    environment.locked_memory,
+    environment.copies,
     gpu.devices,
     gpu.direct,
     gpu.peers,
-    transport.nixl,
-    transport.network,
+    environment.nixl,
+    environment.network,
     environment.kernels,
     environment.variables,
     environment.clock,

@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from baton_api.engines import TRTLLM_OWNER, EngineKind
-from baton_api.workers import Role
+from baton_api.workers import TRTLLM_OWNER, EngineKind, Role
 from baton_cli.doctor.machine import EngineWorker, Finding, Level, Machine, good, note
 from baton_cli.router_workers import samples
 

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from baton_api.engines import EngineKind
+from baton_api.workers import EngineKind
 
 
 @dataclass(frozen=True, slots=True)

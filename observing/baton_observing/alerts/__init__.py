@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from baton_observing.alerts import batches, objectives, operator, router, services, workers
+from baton_observing.alerts import objectives, router, services, workers
 
-SERVING = (*objectives.ALERTS, *router.ALERTS, *workers.ALERTS, *batches.ALERTS)
+SERVING = (*objectives.ALERTS, *router.ALERTS, *workers.ALERTS, *router.BATCH_ALERTS)
 """About routers and workers, with or without an operator."""
 
-OPERATING = (*services.ALERTS, *operator.ALERTS)
+OPERATING = (*services.ALERTS, *services.OPERATOR_ALERTS)
 """About metrics that only an operator exports."""
 
 ALERTS = (*SERVING, *OPERATING)

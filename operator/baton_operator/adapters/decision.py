@@ -1,21 +1,29 @@
 """
-Adapters that each pod should load and unload: a pure decision.
+Adapters that each pod should load and unload: a pure decision, from the templates of the pods.
 
 A pod has loaded the adapters that its `/v1/models` lists. The status of an adapter only has the names under
 which pods may have loaded it, so the operator never unloads an adapter that something else loaded. A changed
 location is another path: the pod unloads the adapter and loads it again. (With vLLM's `load_inplace`, the
 worker would read the files again for each batch.)
+
+It is read from the object that creates the pods.
+
+The `lora_path` of the workers' API is a folder in the container, or a repository of the Hugging Face Hub
+that the worker downloads itself. Pods keep running when an adapter is added, so its files have to be where a
+running pod can read them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from baton_operator.adapters.templates import FilesNotReachable, WorkerTemplate
+from baton_operator import names
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.lora_adapter import LoraAdapterSpec
-from baton_operator.manifests.conditions import Fact
+from baton_operator.manifests.engines.container import ENABLE_LORA, MAX_LORA_RANK, last_value
+from baton_operator.manifests.objects import Fact, Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +118,17 @@ def decide(
     all LoraAdapters that name it.
     """
     holders = _holders(adapters)
-    owned = {name for one in adapters for name in one.names}
+    owned = {name for adapter in adapters for name in adapter.names}
     placements = {}
-    for one in adapters:
-        problem = _problem(service, spec, invalid, one, holders, pods)
-        placements[one.object] = AdapterPlacement(problem) if problem else _placed(one, pods, owned)
+    for adapter in adapters:
+        problem = _problem(service, spec, invalid, adapter, holders, pods)
+        placements[adapter.object] = AdapterPlacement(problem) if problem else _placed(adapter, pods, owned)
     work = {}
     for pod in pods:
         desired = {
-            one.name: placements[one.object].paths[pod.key]
-            for one in adapters
-            if pod.key in placements[one.object].paths
+            adapter.name: placements[adapter.object].paths[pod.key]
+            for adapter in adapters
+            if pod.key in placements[adapter.object].paths
         }
         if todo := _work(pod, desired, owned):
             work[pod.key] = todo
@@ -130,9 +138,9 @@ def decide(
 def _holders(adapters: Iterable[Adapter]) -> dict[str, Adapter]:
     """Return the object that each name belongs to: the oldest one."""
     holders: dict[str, Adapter] = {}
-    for one in sorted(adapters, key=lambda one: (one.created, one.object)):
-        if one.deleted is None:
-            holders.setdefault(one.name, one)
+    for adapter in sorted(adapters, key=lambda adapter: (adapter.created, adapter.object)):
+        if adapter.deleted is None:
+            holders.setdefault(adapter.name, adapter)
     return holders
 
 
@@ -234,3 +242,109 @@ def _work(pod: AdapterPod, desired: Mapping[str, str], owned: set[str]) -> PodWo
 
 def _inactive(reason: str, message: str) -> Fact:
     return Fact("Active", False, reason, message)
+
+
+EVERYWHERE: Manifest = {}
+"""The egress rule of a NetworkPolicy that allows all connections."""
+
+
+class FilesNotReachable(ValueError):
+    """The pods cannot read the files of an adapter. The message names the way out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A claim that the main container mounts."""
+
+    claim: str
+    path: str
+    """Where it is mounted."""
+    sub_path: str = ""
+    """Folder of the claim that is mounted; empty for the whole claim."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTemplate:
+    """The pod template of a role and revision, as far as it concerns adapters."""
+
+    adapters: bool = True
+    """Whether the engine was started with `spec.engine.lora`."""
+    max_rank: int = 0
+    """Maximum rank of an adapter; 0: not known."""
+    port: int = names.HTTP_PORT
+    """Port of the API."""
+    mounts: tuple[Mount, ...] = ()
+    downloads: bool = True
+    """Whether the NetworkPolicy of the pods allows connections to the Hub."""
+
+    @classmethod
+    def of(cls, workload: Manifest, policy: Manifest | None) -> WorkerTemplate:
+        """Return the template of a Deployment or LeaderWorkerSet. `policy`: the NetworkPolicy of its pods."""
+        pod = _pod_spec(workload)
+        container: dict[str, Any] = next((one for one in pod["containers"] if one["name"] == names.MAIN), {})
+        args = [str(argument) for argument in container.get("args", ())]
+        rank = last_value(args, MAX_LORA_RANK)
+        ports = {port.get("name"): int(port["containerPort"]) for port in container.get("ports", ())}
+        egress = policy["spec"].get("egress", ()) if policy else (EVERYWHERE,)
+        return cls(
+            adapters=ENABLE_LORA in args,
+            max_rank=int(rank) if rank.isdigit() else 0,
+            port=ports.get("http", names.HTTP_PORT),
+            mounts=tuple(_mounts(pod, container)),
+            downloads=EVERYWHERE in egress,
+        )
+
+    def lora_path(self, adapter: LoraAdapterSpec) -> str:
+        """Return the adapter's path in the workers' API. Raises FilesNotReachable."""
+        scheme, _, rest = adapter.uri.partition("://")
+        if scheme == "file":
+            return rest
+        if scheme == "pvc":
+            return self._in_claim(rest)
+        return self._in_hub(rest)
+
+    def _in_claim(self, rest: str) -> str:
+        claim, _, folder = rest.partition("/")
+        folder = folder.strip("/")
+        for mount in self.mounts:
+            inside = folder == mount.sub_path or folder.startswith(f"{mount.sub_path}/")
+            if mount.claim == claim and (not mount.sub_path or inside):
+                below = folder.removeprefix(mount.sub_path).strip("/")
+                return f"{mount.path.rstrip('/')}/{below}".rstrip("/")
+        mounted = ", ".join(sorted({one.claim for one in self.mounts})) or "no claim"
+        raise FilesNotReachable(
+            f"The workers do not mount {folder or 'the root'} of the claim {claim}; they mount {mounted}. "
+            "Put the files on a claim that they mount, or add a volume by podTemplate of each role."
+        )
+
+    def _in_hub(self, repository: str) -> str:
+        if repository.count("/") != 1 or repository.startswith("/") or repository.endswith("/"):
+            raise FilesNotReachable(f"hf://{repository} is not of the form hf://ORGANIZATION/NAME.")
+        if not self.downloads:
+            raise FilesNotReachable(
+                "Workers download an hf:// adapter themselves, and the NetworkPolicy of these workers allows "
+                "no downloads. Copy the files into a claim that the workers mount, and set spec.uri to "
+                "pvc://CLAIM/PATH."
+            )
+        return repository
+
+
+def _pod_spec(workload: Manifest) -> dict[str, Any]:
+    spec = workload["spec"]
+    groups = spec.get("leaderWorkerTemplate")
+    template = groups["leaderTemplate"] if groups else spec["template"]
+    pod: dict[str, Any] = template["spec"]
+    return pod
+
+
+def _mounts(pod: Mapping[str, Any], container: Mapping[str, Any]) -> list[Mount]:
+    claims = {
+        volume["name"]: volume["persistentVolumeClaim"]["claimName"]
+        for volume in pod.get("volumes", ())
+        if "persistentVolumeClaim" in volume
+    }
+    return [
+        Mount(claims[mount["name"]], mount["mountPath"], mount.get("subPath", "").strip("/"))
+        for mount in container.get("volumeMounts", ())
+        if mount["name"] in claims
+    ]

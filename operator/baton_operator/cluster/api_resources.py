@@ -12,9 +12,9 @@ from urllib.parse import quote
 
 from baton_operator.crd import GROUP, VERSION
 from baton_operator.manifests.exposure import CERTIFICATE_API, GATEWAY_API
-from baton_operator.manifests.groups import GROUP_API, GROUP_KIND
 from baton_operator.manifests.inference_pool import POOL_API, POOL_KIND
 from baton_operator.manifests.objects import Manifest
+from baton_operator.manifests.workers import GROUP_API, GROUP_KIND
 
 API = f"{GROUP}/{VERSION}"
 RBAC_API = "rbac.authorization.k8s.io/v1"
@@ -119,13 +119,13 @@ WATCHED = (
 )
 """All kinds that the operator reads."""
 
-OWNED = tuple(one for one in WATCHED if one.owned)
+OWNED = tuple(resource for resource in WATCHED if resource.owned)
 
-PRUNED = frozenset(one.kind for one in WATCHED if one.pruned)
+PRUNED = frozenset(resource.kind for resource in WATCHED if resource.pruned)
 """Kinds that the operator prunes. Claims stay, because their files are slow to fetch again; Kubernetes
 deletes Jobs after their time to live."""
 
-_PLURALS = {one.kind: one.plural for one in WATCHED}
+_PLURALS = {resource.kind: resource.plural for resource in WATCHED}
 
 
 def plural(kind: str) -> str:

@@ -248,8 +248,8 @@ class ObjectCache:
         self._routes: dict[ObjectName, set[ObjectName]] = {}
         """InferenceServices by the Gateways that their HTTPRoutes name."""
         self._stores = {
-            (one.kind, namespace): ObjectStore(one, namespace, self._changed)
-            for one in WATCHED
+            (resource.kind, namespace): ObjectStore(resource, namespace, self._changed)
+            for resource in WATCHED
             for namespace in namespaces or ("",)
         }
         self._everywhere = not namespaces
@@ -261,12 +261,12 @@ class ObjectCache:
     @property
     def unsynced(self) -> list[str]:
         """Plurals of kinds that have not been listed yet."""
-        return sorted({one.resource.plural for one in self.stores if not one.synced})
+        return sorted({store.resource.plural for store in self.stores if not store.synced})
 
     @property
     def apis(self) -> frozenset[str]:
         """Optional APIs that the cluster serves."""
-        optional = [one for one in self.stores if one.resource.optional and one.resource.owned]
+        optional = [store for store in self.stores if store.resource.optional and store.resource.owned]
         return frozenset(one.resource.api for one in optional if one.served)
 
     def store(self, kind: str, namespace: str) -> ObjectStore | None:
@@ -285,15 +285,15 @@ class ObjectCache:
 
     def of_service(self, namespace: str, service: str, *kinds: str) -> Iterator[Manifest]:
         """Yield the objects of the service of these kinds; without kinds, of all."""
-        for kind in kinds or [one.kind for one in WATCHED]:
+        for kind in kinds or [resource.kind for resource in WATCHED]:
             store = self.store(kind, namespace)
             if store is not None:
                 yield from store.of_service(namespace, service)
 
     def services(self) -> list[ObjectName]:
         """All InferenceServices."""
-        stores = [one for one in self.stores if one.resource.kind == "InferenceService"]
-        return [name for one in stores for name in one.names()]
+        stores = [store for store in self.stores if store.resource.kind == "InferenceService"]
+        return [name for store in stores for name in store.names()]
 
     def changed(self, namespace: str, service: str) -> int:
         """Return a number that grows with each change of an object of the service; 0 without changes."""
@@ -330,7 +330,7 @@ class ObjectCache:
     def _route(self, service: ObjectName, manifest: Manifest | None) -> None:
         """Index a service by the Gateways that its HTTPRoute names."""
         named = () if manifest is None else exposure.gateways(manifest)
-        for gateway in [one for one, routes in self._routes.items() if service in routes]:
+        for gateway in [name for name, routes in self._routes.items() if service in routes]:
             self._routes[gateway].discard(service)
             if not self._routes[gateway]:
                 del self._routes[gateway]

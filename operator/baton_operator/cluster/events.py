@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from kubernetes.aio.client.exceptions import ApiException
 
 from baton_operator.cluster.api_server import ApiServer
-from baton_operator.manifests.conditions import Transition
-from baton_operator.manifests.objects import Manifest, timestamp
+from baton_operator.manifests.objects import Manifest, Transition, timestamp
 
 log = logging.getLogger(__name__)
 

@@ -215,16 +215,18 @@ class Reflectors:
         self._clock = clock
         self._began: float | None = None
         self._synced = asyncio.Event()
-        self._all = [Reflector(api, one, self._listed, seen, clock, rng, silence_s) for one in cache.stores]
+        self._all = [
+            Reflector(api, store, self._listed, seen, clock, rng, silence_s) for store in cache.stores
+        ]
 
     def run(self) -> list[asyncio.Task[None]]:
         """Start all reflectors."""
         self._began = self._clock()
-        return [asyncio.create_task(one.run()) for one in self._all]
+        return [asyncio.create_task(reflector.run()) for reflector in self._all]
 
     async def relist(self) -> None:
         """List all kinds once. Raises ApiException."""
-        await asyncio.gather(*(one.relist() for one in self._all))
+        await asyncio.gather(*(reflector.relist() for reflector in self._all))
 
     async def synced(self) -> None:
         """Wait until all kinds have been listed."""
@@ -238,17 +240,19 @@ class Reflectors:
     @property
     def age_s(self) -> float:
         """Seconds since the last data of the most silent reflector; 0 before the start."""
-        return max((self._age_s(one) for one in self._all), default=0.0)
+        return max((self._age_s(reflector) for reflector in self._all), default=0.0)
 
     def stale(self, limit_s: float) -> list[str]:
         """Return the plurals of kinds without data for that many seconds."""
-        return sorted({one.resource.plural for one in self._all if self._age_s(one) > limit_s})
+        return sorted(
+            {reflector.resource.plural for reflector in self._all if self._age_s(reflector) > limit_s}
+        )
 
     def doubt(self, kind: str) -> None:
         """List the objects of a kind soon, if kopf watches it."""
-        for one in self._all:
-            if one.resource.kind == kind:
-                one.doubt()
+        for reflector in self._all:
+            if reflector.resource.kind == kind:
+                reflector.doubt()
 
     def _age_s(self, one: Reflector) -> float:
         if self._began is None:

@@ -63,7 +63,7 @@ def health_failure(policy: Rollout, new: RolloutHealth, old: Sequence[RolloutHea
     """Return why the health of a new revision is too bad; empty if it is not. It has to be worse than every
     old revision.
     """
-    least = min((one.failing for one in old), default=0.0)
+    least = min((former.failing for former in old), default=0.0)
     if new.failed >= FAILURES and 100 * new.failing > policy.max_failed_percent and new.failing > least:
         return f"{new.failed} of {new.requests} requests failed"
     limit = policy.max_time_to_first_token
@@ -71,7 +71,7 @@ def health_failure(policy: Rollout, new: RolloutHealth, old: Sequence[RolloutHea
         return ""
     limit_s = limit.seconds
     slow, share = new.slow(limit_s), new.slowing(limit_s)
-    least = min((one.slowing(limit_s) for one in old), default=0.0)
+    least = min((former.slowing(limit_s) for former in old), default=0.0)
     if slow >= FAILURES and 100 * share > SLOW_PERCENT and share > least:
         within = f"longer than {limit} to their first token"
         return f"{slow} of {new.streams} streams took {within}"
@@ -137,14 +137,14 @@ def parse_counters(text: str) -> Counter[CounterKey]:
     requests = metrics.ROUTER_REVISION_REQUESTS.name
     streams = f"{metrics.ROUTER_REVISION_FIRST_TOKEN.name}_bucket"
     counters: Counter[CounterKey] = Counter()
-    for one in answers.samples(text, requests, streams):
-        if not math.isfinite(one.value):
+    for sample in answers.samples(text, requests, streams):
+        if not math.isfinite(sample.value):
             continue
-        revision = one.labels.get("revision", "")
-        if one.name == requests:
-            counters[revision, one.labels.get("result", "")] += one.value  # type: ignore[assignment]
-        elif one.name == streams:
-            counters[revision, float(one.labels.get("le", "inf"))] += one.value  # type: ignore[assignment]
+        revision = sample.labels.get("revision", "")
+        if sample.name == requests:
+            counters[revision, sample.labels.get("result", "")] += sample.value  # type: ignore[assignment]
+        elif sample.name == streams:
+            counters[revision, float(sample.labels.get("le", "inf"))] += sample.value  # type: ignore[assignment]
     if len(counters) > COUNTERS_LIMIT:
         raise ValueError(f"the metrics have {len(counters)} counters; the limit is {COUNTERS_LIMIT}")
     return counters
@@ -154,7 +154,7 @@ def _added(samples: Sequence[RouterCounters]) -> dict[str, RolloutHealth]:
     """Return the increase of the counters of each router since its first reading in the window."""
     added: Counter[CounterKey] = Counter()
     for pod, latest in samples[-1].items():
-        first = next(one[pod] for one in samples if pod in one)
+        first = next(sample[pod] for sample in samples if pod in sample)
         for which, count in latest.items():
             added[which] += round(max(0.0, count - first.get(which, 0.0)))
     return {revision: _health(revision, added) for revision, _ in added}
@@ -163,6 +163,6 @@ def _added(samples: Sequence[RouterCounters]) -> dict[str, RolloutHealth]:
 def _health(revision: str, added: Counter[CounterKey]) -> RolloutHealth:
     failed = added[revision, "failed"]
     first_tokens = {
-        what: added[one, what] for one, what in added if one == revision and isinstance(what, float)
+        what: added[name, what] for name, what in added if name == revision and isinstance(what, float)
     }
     return RolloutHealth(added[revision, "passed"] + failed, failed, first_tokens)

@@ -17,9 +17,8 @@ from baton_operator.cluster.api_resources import OWNED
 from baton_operator.cluster.cache import ObjectCache
 from baton_operator.cluster.rollout_health import RolloutHealth, RouterHealthSource
 from baton_operator.manifests import exposure
-from baton_operator.manifests.conditions import by_type
-from baton_operator.manifests.groups import LEADER, WORKER_INDEX
-from baton_operator.manifests.objects import Key, Manifest, ObjectName, Owner, key, seconds
+from baton_operator.manifests.objects import Key, Manifest, ObjectName, Owner, by_type, key, seconds
+from baton_operator.manifests.workers import LEADER, WORKER_INDEX
 
 FINISHED = frozenset({"Succeeded", "Failed"})
 """Phases of pods whose containers have all ended."""
@@ -77,7 +76,7 @@ class Pod:
             revision=metadata["labels"].get(labels.REVISION, ""),
             ready=conditions.get("Ready", {}).get("status") == "True",
             terminating="deletionTimestamp" in metadata,
-            restarts=max((one.get("restartCount", 0) for one in containers), default=0),
+            restarts=max((container.get("restartCount", 0) for container in containers), default=0),
             trouble=_trouble(status, conditions, all_of_them),
             created=seconds(metadata["creationTimestamp"]) if "creationTimestamp" in metadata else 0.0,
             address=status.get("podIP", ""),
@@ -139,22 +138,22 @@ def _trouble(
     status: Mapping[str, Any], conditions: Mapping[str, Any], containers: Sequence[Mapping[str, Any]]
 ) -> str:
     if status.get("phase") == "Failed":
-        ended = [one.get("state", {}).get("terminated") or {} for one in containers]
-        failed = next((one for one in ended if one.get("exitCode")), {})
+        ended = [container.get("state", {}).get("terminated") or {} for container in containers]
+        failed = next((end for end in ended if end.get("exitCode")), {})
         reason = status.get("reason") or failed.get("reason") or "Failed"
         return _sentence(reason, status.get("message") or failed.get("message", ""))
     scheduled = conditions.get("PodScheduled", {})
     if scheduled.get("status") == "False":
         return _sentence(scheduled.get("reason", "Unschedulable"), scheduled.get("message", ""))
-    for one in containers:
-        state = one.get("state", {})
+    for container in containers:
+        state = container.get("state", {})
         waiting, last_run = state.get("waiting"), state.get("terminated") or {}
         if last_run.get("exitCode"):  # until Kubernetes starts it again
             return _sentence(last_run.get("reason") or "Error", last_run.get("message", ""))
         if waiting and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
             # The termination message of a run that crashed says more than "back-off restarting".
             crashed = waiting["reason"] == "CrashLoopBackOff"
-            last = one.get("lastState", {}).get("terminated") or {} if crashed else {}
+            last = container.get("lastState", {}).get("terminated") or {} if crashed else {}
             return _sentence(waiting["reason"], last.get("message") or waiting.get("message", ""))
     return ""
 
@@ -175,7 +174,7 @@ ALIVE = ("Warming", "Serving", "Draining")
 ROLE_SCALER = "RoleScaler"
 """The kind."""
 
-_OBJECTS = tuple(one.kind for one in OWNED if one.kind != "Pod")
+_OBJECTS = tuple(resource.kind for resource in OWNED if resource.kind != "Pod")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,15 +190,15 @@ class ClusterReader:
 
     def pods(self, namespace: str, name: str) -> list[Pod]:
         """Return the pods of workers, routers and Jobs of the service."""
-        return [Pod.of(one) for one in self.cache.of_service(namespace, name, "Pod")]
+        return [Pod.of(pod) for pod in self.cache.of_service(namespace, name, "Pod")]
 
     async def state_of(self, service: Manifest, scalers: list[Manifest]) -> ClusterState:
         """Return the state of the service. `scalers`: the RoleScalers that name it."""
         metadata = service["metadata"]
         namespace, name = metadata["namespace"], metadata["name"]
         owned = self.cache.of_service(namespace, name, *_OBJECTS)
-        objects: dict[Key, Manifest] = {key(one): one for one in owned}
-        objects |= {key(one): one for one in scalers if _is_bound(one, name)}
+        objects: dict[Key, Manifest] = {key(manifest): manifest for manifest in owned}
+        objects |= {key(scaler): scaler for scaler in scalers if _is_bound(scaler, name)}
         pods = self.pods(namespace, name)
         health = await self._rollout_health(service, pods)
         return ClusterState(service, objects, pods, self.cache.apis, health, self._gateways(service))
@@ -208,13 +207,13 @@ class ClusterReader:
         """Return the existing Gateways of the HTTPRoute that the operator may read."""
         wanted = exposure.gateways(service)
         gateways = {name: self.cache.get("Gateway", *name) for name in wanted}
-        return {name: one for name, one in gateways.items() if one is not None}
+        return {name: gateway for name, gateway in gateways.items() if gateway is not None}
 
     async def _rollout_health(self, service: Manifest, pods: Sequence[Pod]) -> Mapping[str, RolloutHealth]:
         if self.health_source is None:
             return {}
         uid = service["metadata"]["uid"]
-        phases = [one["phase"] for one in service.get("status", {}).get("revisions", ())]
+        phases = [revision["phase"] for revision in service.get("status", {}).get("revisions", ())]
         if sum(phase in ALIVE for phase in phases) < 2:
             self.health_source.forget(uid)
             return {}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from baton_api.engines import TYPES
+from baton_api.workers import TYPES
 from baton_operator.kinds.part import Anything, Duration, LabelKey, Part, Quantity, Rule, between, rules
 
 Argument = Annotated[str, Field(max_length=4096)]

@@ -73,7 +73,7 @@ class Cache(Part):
 @rules(
     Rule(
         f"self.uri.matches('^({'|'.join(SCHEMES)})://')",
-        f"uri begins with one of {', '.join(f'{one}://' for one in SCHEMES)}",
+        f"uri begins with one of {', '.join(f'{scheme}://' for scheme in SCHEMES)}",
         ".uri",
     ),
     Rule(

@@ -190,4 +190,4 @@ class Security(Part):
 
     @property
     def pull_secret_names(self) -> list[str]:
-        return [one.name for one in self.image_pull_secrets]
+        return [secret.name for secret in self.image_pull_secrets]

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from baton_operator.kinds.router_spec import Exposure, GatewayReference, Issuer
-from baton_operator.manifests.conditions import Fact
-from baton_operator.manifests.objects import Manifest, ObjectName, Owner, given, owned
+from baton_operator.manifests.objects import Fact, Manifest, ObjectName, Owner, given, owned
 
 GATEWAY_API = "gateway.networking.k8s.io/v1"
 CERTIFICATE_API = "cert-manager.io/v1"
@@ -59,8 +58,8 @@ def _ingress(owner: Owner, exposure: Exposure) -> Manifest:
 
 def _route(owner: Owner, exposure: Exposure, pool: Manifest | None) -> Manifest:
     parents = [
-        given(name=one.name, namespace=one.namespace, sectionName=one.section_name)
-        for one in exposure.gateway_refs or ()
+        given(name=reference.name, namespace=reference.namespace, sectionName=reference.section_name)
+        for reference in exposure.gateway_refs or ()
     ]
     rule = {
         "matches": [{"path": {"type": "PathPrefix", "value": "/"}}],
@@ -103,7 +102,9 @@ def gateways(service: Manifest) -> list[ObjectName]:
     if exposure.get("type") != "HTTPRoute":
         return []
     home = service["metadata"]["namespace"]
-    return [(one.get("namespace", home), one["name"]) for one in exposure.get("gatewayRefs", ())]
+    return [
+        (reference.get("namespace", home), reference["name"]) for reference in exposure.get("gatewayRefs", ())
+    ]
 
 
 EXPOSED = "ExposureReady"
@@ -117,8 +118,8 @@ def route_url(owner: Owner, exposure: Exposure, gateways: Mapping[ObjectName, Ma
     host = exposure.hosts[0]
     served = [
         ("http" if listener["protocol"] == "HTTP" else "https", listener["port"])
-        for one in exposure.gateway_refs or ()
-        for listener in _listeners(owner, one, gateways)
+        for reference in exposure.gateway_refs or ()
+        for listener in _listeners(owner, reference, gateways)
         if _serves(listener, host)
     ]
     # Assume TLS at its usual port for a Gateway that cannot be read.
@@ -128,9 +129,9 @@ def route_url(owner: Owner, exposure: Exposure, gateways: Mapping[ObjectName, Ma
 
 def route_fact(owner: Owner, exposure: Exposure, route: Manifest | None) -> Fact:
     """Return the condition ExposureReady from the route's status, which Gateway controllers write."""
-    for one in exposure.gateway_refs or ():
-        conditions = list(_conditions(owner, one, route or {}))
-        name = f"Gateway {one.namespace or owner.namespace}/{one.name}"
+    for reference in exposure.gateway_refs or ():
+        conditions = list(_conditions(owner, reference, route or {}))
+        name = f"Gateway {reference.namespace or owner.namespace}/{reference.name}"
         if not conditions:
             message = f"{name} has not processed the HTTPRoute. Do the Gateway and its controller run?"
             return Fact(EXPOSED, None, "Pending", message)
@@ -148,7 +149,7 @@ def _listeners(
 ) -> Sequence[Manifest]:
     gateway = gateways.get((reference.namespace or owner.namespace, reference.name), {})
     listeners: list[Manifest] = gateway.get("spec", {}).get("listeners", [])
-    return [one for one in listeners if reference.section_name in (None, one["name"])]
+    return [listener for listener in listeners if reference.section_name in (None, listener["name"])]
 
 
 def _serves(listener: Manifest, host: str) -> bool:

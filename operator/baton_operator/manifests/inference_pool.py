@@ -13,11 +13,10 @@ from baton_api.workers import Role
 from baton_operator import names
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.router_spec import InferencePool
-from baton_operator.manifests.groups import LEADER, WORKER_INDEX
 from baton_operator.manifests.objects import Manifest, Owner, owned
-from baton_operator.manifests.ports import ports
+from baton_operator.manifests.pods import ports
 from baton_operator.manifests.revision import Revision
-from baton_operator.manifests.workers import is_group
+from baton_operator.manifests.workers import LEADER, WORKER_INDEX, is_group
 
 POOL_API, POOL_KIND = "inference.networking.k8s.io/v1", "InferencePool"
 
@@ -35,9 +34,9 @@ def pool(owner: Owner, wanted: InferencePool, target: Revision, existing: Iterab
     selector = names.selecting(owner.name, role)
     if is_group(target.blueprint.roles[role]):
         selector[WORKER_INDEX] = LEADER
-    newest = sorted(existing, key=lambda one: one.created, reverse=True)
-    with_role = [target, *(one for one in newest if role in one.blueprint.roles)]
-    numbers = dict.fromkeys(ports(owner, one, role).http for one in with_role)
+    newest = sorted(existing, key=lambda revision: revision.created, reverse=True)
+    with_role = [target, *(revision for revision in newest if role in revision.blueprint.roles)]
+    numbers = dict.fromkeys(ports(owner, revision, role).http for revision in with_role)
     body = {
         "selector": {"matchLabels": selector},
         "targetPorts": [{"number": number} for number in list(numbers)[:PORTS_LIMIT]],

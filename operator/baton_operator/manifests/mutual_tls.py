@@ -1,17 +1,27 @@
 """
-Certificates for mutual TLS between the workers and routers of a service.
+What workers and routers of a service trust each other by: a certificate, and the key that signs tickets.
 
 All pods of a service share one certificate, which identifies the service. Pods mount its Secret, which
 cert-manager or the user creates and the operator never reads. A pod waits until its Secret exists.
+
+The operator creates the Secret of tickets with a random value and cannot read it. Pods get it as an
+environment variable, so a pod keeps the value that it started with. Workers of a revision that has no Secret
+accept every request.
 """
 
 from __future__ import annotations
 
+import base64
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from baton_operator import names
+from baton_operator.kinds.engine import Variable
+from baton_operator.kinds.part import Anything
 from baton_operator.kinds.service_policies import MutualTls
 from baton_operator.manifests import exposure
-from baton_operator.manifests.objects import Manifest, Owner
+from baton_operator.manifests.objects import Key, Manifest, Owner, key, owned
+from baton_operator.manifests.pods import from_secret
 
 FOLDER = "/etc/baton/mtls"
 VOLUME = "mtls"
@@ -77,3 +87,51 @@ def certificate(owner: Owner, wanted: MutualTls | None) -> list[Manifest]:
 
 def _secret(owner: Owner, wanted: MutualTls) -> str:
     return wanted.secret_name or f"{owner.name}-mtls"
+
+
+KEY = "secret"
+"""Key of the Secret that holds the value."""
+
+ROUTER_VARIABLE, WORKER_VARIABLE = "BATON_ROUTER_TICKET_SECRET", "BATON_TICKET_SECRET"
+
+
+def secret(owner: Owner, value: str) -> Manifest:
+    """Return the Secret. It is immutable: delete it to rotate the value."""
+    data = {KEY: base64.b64encode(value.encode()).decode()}
+    body = {"type": "Opaque", "immutable": True, "data": data}
+    return owned(owner, "v1", "Secret", names.tickets(owner.name), body)
+
+
+def variable(name: str, service: str, pod_template: Anything | None) -> list[Variable]:
+    """The environment variable `name`; empty if the pod template of the spec sets it."""
+    if any(one.get("name") == name for one in _environment(pod_template or {})):
+        return []
+    return [Variable.model_validate(from_secret(name, names.tickets(service), KEY))]
+
+
+def missing(
+    service: str, existing: Mapping[Key, Manifest], applied: Sequence[Manifest], troubles: Sequence[str]
+) -> bool:
+    """
+    Whether the Secret may have to be created: its existence cannot be read.
+
+    That is so before the first Deployment that refers to it, and when a pod cannot start without it:
+    `troubles` are the reasons why pods do not run.
+    """
+    name = names.tickets(service)
+    new = [manifest for manifest in applied if not _refers(existing.get(key(manifest), {}), name)]
+    return any(_refers(manifest, name) for manifest in new) or any(name in trouble for trouble in troubles)
+
+
+def _refers(manifest: Manifest, secret: str) -> bool:
+    if manifest.get("kind") != "Deployment":
+        return False
+    variables = _environment(manifest["spec"]["template"])
+    sources = [one.get("valueFrom", {}).get("secretKeyRef", {}) for one in variables]
+    return any(one.get("name") == secret for one in sources)
+
+
+def _environment(template: Manifest) -> Iterator[Manifest]:
+    """Environment variables of all containers of a pod template."""
+    for container in (template.get("spec") or {}).get("containers") or ():
+        yield from container.get("env") or ()

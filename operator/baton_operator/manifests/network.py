@@ -14,9 +14,9 @@ from baton_api import batch_jobs, labels
 from baton_api.workers import Role
 from baton_operator import names
 from baton_operator.kinds.inference_service import InferenceServiceSpec
-from baton_operator.manifests.engines.arguments import last_value
+from baton_operator.manifests.engines.container import last_value
 from baton_operator.manifests.objects import Manifest, Owner, owned
-from baton_operator.manifests.ports import in_pod_network
+from baton_operator.manifests.pods import in_pod_network
 from baton_operator.manifests.revision import Revision
 from baton_operator.manifests.workers import files
 

@@ -9,7 +9,7 @@ from baton_operator import names
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.router_spec import Authentication
 from baton_operator.kinds.worker_role import TopologySpreadConstraint
-from baton_operator.manifests import batches, tickets
+from baton_operator.manifests import batches, mutual_tls
 from baton_operator.manifests.mutual_tls import Shown
 from baton_operator.manifests.objects import Manifest, Owner, merged, owned
 from baton_operator.manifests.pods import (
@@ -131,7 +131,7 @@ def _container(
     owner: Owner, spec: InferenceServiceSpec, image: str, shown: Shown, mounts: Sequence[Manifest]
 ) -> Manifest:
     wanted = spec.router
-    ticket_secret = tickets.variable(tickets.ROUTER_VARIABLE, owner.name, wanted.pod_template)
+    ticket_secret = mutual_tls.variable(mutual_tls.ROUTER_VARIABLE, owner.name, wanted.pod_template)
     return {
         "name": names.MAIN,
         "image": wanted.image or image,

@@ -4,6 +4,8 @@ The workers of one revision: a Deployment for each role, and a Service through w
 A worker of several nodes is a group of pods: its role is a LeaderWorkerSet in place of a Deployment. The
 first pod of a group serves the API; the others run its ranks. Engines differ in their containers only
 (`baton_operator.manifests.engines`).
+
+The API of LeaderWorkerSets: https://lws.sigs.k8s.io
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from baton_operator.kinds.part import amount
 from baton_operator.kinds.worker_role import WorkerRole
 from baton_operator.manifests import engines, mutual_tls
 from baton_operator.manifests.engines.container import EngineContainer, WorkerPod
-from baton_operator.manifests.groups import GROUP_API, GROUP_KIND, LEADER, WORKER_INDEX
 from baton_operator.manifests.model_files import ModelFiles
 from baton_operator.manifests.objects import Key, Manifest, Owner, given, merged, owned
 from baton_operator.manifests.pods import (
@@ -24,12 +25,21 @@ from baton_operator.manifests.pods import (
     environment,
     field,
     identity,
+    in_node_network,
     placed,
+    ports,
     resources,
     scratch,
 )
-from baton_operator.manifests.ports import in_node_network, ports
 from baton_operator.manifests.revision import Revision
+
+GROUP_API, GROUP_KIND = "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"
+
+INSTALLATION = "https://lws.sigs.k8s.io/docs/installation"
+
+WORKER_INDEX, LEADER = "leaderworkerset.sigs.k8s.io/worker-index", "0"
+"""Label of the pods of a group, and its value on the leader."""
+
 
 END_S = 15
 """Seconds after the drain timeout until Kubernetes kills the pod."""
@@ -161,8 +171,8 @@ def _pod(owner: Owner, revision: Revision, role: Role, container: EngineContaine
         **given(
             initContainers=model.init_containers,
             resourceClaims=[
-                {"name": one.name, "resourceClaimTemplateName": one.resource_claim_template_name}
-                for one in spec.resource_claims
+                {"name": claim.name, "resourceClaimTemplateName": claim.resource_claim_template_name}
+                for claim in spec.resource_claims
             ],
         ),
         "containers": [
@@ -200,7 +210,7 @@ def _main(revision: Revision, role: Role, container: EngineContainer, mounts: li
                 spec.env,
             ),
         ],
-        "resources": resources(spec.resources, [one.name for one in spec.resource_claims]),
+        "resources": resources(spec.resources, [claim.name for claim in spec.resource_claims]),
         "securityContext": container_security(),
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}, *mounts],
         **container.served,

@@ -22,9 +22,15 @@ from baton_operator.cluster.cache import ObjectCache
 from baton_operator.kinds.batch_job import BatchJobSpec
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests import batches as manifests
-from baton_operator.manifests.conditions import Fact, ReportTransition, by_type, written
-from baton_operator.manifests.drift import merge_patch
-from baton_operator.manifests.objects import Manifest, seconds
+from baton_operator.manifests.objects import (
+    Fact,
+    Manifest,
+    ReportTransition,
+    by_type,
+    merge_patch,
+    seconds,
+    written,
+)
 from baton_operator.reconcilers.reconciler import is_rejected, write_status
 
 FINAL_PHASES = {
@@ -174,7 +180,7 @@ def _ended(batch_job: Manifest, job: Manifest | None, before: Mapping[str, Any],
         facts,
         delete_job=unaware and waits[0] <= 0,
         forget=by_router and waits[-1] <= 0,
-        again_s=min((one for one in waits if one > 0), default=None),
+        again_s=min((wait for wait in waits if wait > 0), default=None),
     )
 
 

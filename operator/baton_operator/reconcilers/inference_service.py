@@ -22,14 +22,17 @@ from baton_operator.cluster.api_server import CONFLICT, ApiServer
 from baton_operator.cluster.state import ROLE_SCALER, ClusterReader, ClusterState
 from baton_operator.kinds.inference_service import InferenceServiceSpec, InferenceServiceStatus
 from baton_operator.kinds.service_policies import Autoscaling, Objectives
-from baton_operator.manifests import tickets
-from baton_operator.manifests.conditions import ReportTransition, Transition
-from baton_operator.manifests.drift import merge_patch
-from baton_operator.manifests.objects import Manifest, key
+from baton_operator.manifests import mutual_tls
+from baton_operator.manifests.objects import Manifest, ReportTransition, Transition, key, merge_patch
 from baton_operator.reconcilers import report
-from baton_operator.reconcilers.plan import OperatorDefaults, ServicePlan, ServiceState, plan_service
+from baton_operator.reconcilers.plan import (
+    OperatorDefaults,
+    RouterRollouts,
+    ServicePlan,
+    ServiceState,
+    plan_service,
+)
 from baton_operator.reconcilers.reconciler import is_rejected, write_status
-from baton_operator.reconcilers.router_rollouts import RouterRollouts
 
 PublishStatus = Callable[[str, str, "report.Status | None", Objectives | None], None]
 """Publishes the status and the objectives of a service as metrics; None removes them."""
@@ -99,7 +102,7 @@ class InferenceServiceReconciler:
                 raise
         if plan.ticket_secret:
             # Each operator attempts this again, so one that stops here must have made progress before.
-            await self._create(tickets.secret(cluster.owner, secrets.token_hex(32)))
+            await self._create(mutual_tls.secret(cluster.owner, secrets.token_hex(32)))
         for pruned in plan.prune:
             existing = cluster.objects[pruned]
             if "deletionTimestamp" not in existing["metadata"]:

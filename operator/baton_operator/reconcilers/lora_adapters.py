@@ -2,7 +2,7 @@
 The reconciler of LoraAdapters: it keeps the adapters of one service loaded in its pods.
 
     reads     the adapters, the service, its pods and their templates, and what each pod lists
-    decides   what each pod loads and unloads: `adapters.decision`; status: `adapters.report`
+    decides   what each pod loads and unloads: `adapters.decision`; status: `report`
     writes    requests to pods; status, and finalizers, of the adapters
 
 A pass does not wait for a pod that hangs; a later one sees the result. The names under which pods may
@@ -14,27 +14,151 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from baton_api import labels
-from baton_operator.adapters import report as reports
-from baton_operator.adapters.decision import Adapter, AdapterPlan, AdapterPod, decide
-from baton_operator.adapters.pod_loads import PodLoads
-from baton_operator.adapters.report import AdapterReport
-from baton_operator.adapters.templates import WorkerTemplate
+from baton_operator.adapters.decision import (
+    Adapter,
+    AdapterPlacement,
+    AdapterPlan,
+    AdapterPod,
+    WorkerTemplate,
+    decide,
+)
+from baton_operator.adapters.worker_api import PodLoads
 from baton_operator.cluster.api_server import ApiServer
 from baton_operator.cluster.cache import ObjectCache
 from baton_operator.cluster.state import Pod
 from baton_operator.crd import GROUP
 from baton_operator.kinds.inference_service import InferenceServiceSpec
-from baton_operator.kinds.lora_adapter import LoraAdapterSpec, LoraAdapterStatus
+from baton_operator.kinds.lora_adapter import (
+    PODS_LIMIT,
+    AdapterPodStatus,
+    AdapterState,
+    LoraAdapterSpec,
+    LoraAdapterStatus,
+)
 from baton_operator.manifests import network
-from baton_operator.manifests.conditions import ReportTransition, written
-from baton_operator.manifests.drift import merge_patch
-from baton_operator.manifests.groups import GROUP_KIND
-from baton_operator.manifests.objects import Manifest, seconds
+from baton_operator.manifests.objects import Fact, Manifest, ReportTransition, merge_patch, seconds, written
+from baton_operator.manifests.workers import GROUP_KIND
 from baton_operator.reconcilers.reconciler import write_status
+
+UNLOAD_LIMIT_S = 120.0
+"""Seconds after which a deleted LoraAdapter disappears even if a pod still has the adapter."""
+
+NAMES_LIMIT = 16
+
+_ORDER = {"Failed": 0, "Loading": 1, "Loaded": 2}
+
+Errors = Mapping[tuple[str, str], str]
+"""Last error by pod key and name of the adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterReport:
+    """Content of the status of one adapter."""
+
+    fact: Fact
+    names: tuple[str, ...]
+    """Names under which pods may still have it."""
+    pods: tuple[AdapterPodStatus, ...] = ()
+    ready_pods: int = 0
+    loaded_pods: int = 0
+    released: bool = False
+    """Whether a deleted object may disappear."""
+
+
+def report(
+    adapter: Adapter,
+    placement: AdapterPlacement,
+    pods: Sequence[AdapterPod],
+    errors: Errors,
+    taken: frozenset[str],
+    now: float,
+) -> AdapterReport:
+    """Return the report. `taken`: names that other adapters of the service have. `now`: Unix seconds."""
+    names = remaining_names(adapter, placement, pods, taken)
+    if placement.problem is not None:
+        late = adapter.deleted is not None and now - adapter.deleted >= UNLOAD_LIMIT_S
+        released = adapter.deleted is not None and (late or not names)
+        return AdapterReport(placement.problem, names, released=released)
+    states = [(pod, *_state(adapter, placement, pod, errors)) for pod in pods]
+    ready = [one for one in states if one[0].ready]
+    loaded = sum(state == "Loaded" for _, state, _ in ready)
+    ordered = sorted(states, key=lambda one: (_ORDER[one[1]], one[0].name))
+    shown = tuple(AdapterPodStatus(name=pod.name, state=state) for pod, state, _ in ordered[:PODS_LIMIT])
+    return AdapterReport(_fact(placement, ready, loaded), names, shown, len(ready), loaded)
+
+
+def remaining_names(
+    adapter: Adapter, placement: AdapterPlacement, pods: Sequence[AdapterPod], taken: frozenset[str]
+) -> tuple[str, ...]:
+    """Return the names under which a pod may have the adapter, now or after the work of the plan."""
+    ours = [adapter.name] if placement.paths else []
+    for name in adapter.names:
+        if name in taken or name in ours:
+            continue
+        if any(_may_have(pod, name) for pod in pods):
+            ours.append(name)
+    return tuple(ours[:NAMES_LIMIT])
+
+
+def held(adapter: Adapter, pods: Sequence[AdapterPod]) -> bool | None:
+    """Return whether a pod has the adapter under one of its names; None if that is not known yet."""
+    if any(name in (pod.models or ()) for pod in pods for name in adapter.names):
+        return True
+    return None if any(_may_have(pod, name) for pod in pods for name in adapter.names) else False
+
+
+def _may_have(pod: AdapterPod, name: str) -> bool:
+    """Whether the pod may have an adapter, or get it from a load that runs. One that is not ready and cannot
+    be read is about to restart.
+    """
+    if not pod.template.adapters:
+        return False
+    return pod.busy or (name in pod.models if pod.models is not None else pod.ready)
+
+
+def _state(
+    adapter: Adapter, placement: AdapterPlacement, pod: AdapterPod, errors: Errors
+) -> tuple[AdapterState, str]:
+    """Return the state of the adapter in a pod, and why it failed."""
+    if fault := placement.faults.get(pod.key):
+        return "Failed", fault
+    if not pod.ready:
+        return "Loading", ""
+    if pod.models is not None and pod.models.get(adapter.name) == placement.paths.get(pod.key):
+        return "Loaded", ""
+    error = errors.get((pod.key, adapter.name)) or pod.error
+    return ("Failed", error) if error and not pod.busy else ("Loading", "")
+
+
+def _fact(
+    placement: AdapterPlacement, ready: Sequence[tuple[AdapterPod, AdapterState, str]], loaded: int
+) -> Fact:
+    if placement.unreachable:
+        return Fact("Active", False, "FilesNotReachable", placement.unreachable)
+    if not ready:
+        return Fact("Active", False, "NoReadyPods", "The service has no ready worker.")
+    if loaded == len(ready):
+        return Fact("Active", True, "LoadedOnAllPods", f"All {loaded} ready pods have the adapter.")
+    failed: dict[str, list[str]] = {}
+    for pod, state, why in ready:
+        if state == "Failed":
+            failed.setdefault(why, []).append(pod.name)
+    trouble = "".join(f" {', '.join(sorted(pods))}: {why}" for why, pods in failed.items())
+    roles = {pod.role for pod, _, _ in ready}
+    served = {pod.role for pod, state, _ in ready if state == "Loaded"}
+    if loaded:
+        # A pair needs the adapter on both sides.
+        lacking = "".join(f" No {role} worker has it." for role in sorted(roles - served))
+        message = f"{loaded} of {len(ready)} ready pods have the adapter.{lacking}{trouble}"
+        return Fact("Active", roles == served, "PartlyLoaded", message)
+    if failed:
+        return Fact("Active", False, "LoadFailed", trouble.strip())
+    return Fact("Active", False, "Loading", f"{len(ready)} pods are loading the adapter.")
+
 
 KIND = "LoraAdapter"
 FINALIZER = f"{GROUP}/unload"
@@ -67,7 +191,7 @@ class AdapterService:
 
     @property
     def adapters(self) -> list[Adapter]:
-        return [_adapter(one) for one in self.manifests]
+        return [_adapter(manifest) for manifest in self.manifests]
 
     @property
     def prefix(self) -> str:
@@ -142,7 +266,7 @@ class LoraAdapterReconciler:
                 continue
             await self._hold(manifest, held=True)
             if adapter.name not in adapter.names:
-                kept = [*adapter.names, adapter.name][-reports.NAMES_LIMIT :]
+                kept = [*adapter.names, adapter.name][-NAMES_LIMIT:]
                 await self.api.write_status(manifest, {"names": kept})
 
     async def _conclude(self, service: AdapterService) -> None:
@@ -157,7 +281,7 @@ class LoraAdapterReconciler:
                 if plan.placements[other.object].paths
             )
             placement = plan.placements[adapter.object]
-            reported = reports.report(adapter, placement, service.pods, errors, taken, self.clock())
+            reported = report(adapter, placement, service.pods, errors, taken, self.clock())
             if reported.released:
                 if reported.names:
                     log.warning(
@@ -167,9 +291,9 @@ class LoraAdapterReconciler:
                     )
                 await self._hold(manifest, held=False)
             else:
-                held = reports.held(adapter, service.pods)
-                if adapter.deleted is None and held is not None:
-                    await self._hold(manifest, held=held)
+                in_pods = held(adapter, service.pods)
+                if adapter.deleted is None and in_pods is not None:
+                    await self._hold(manifest, held=in_pods)
                 await self._write_status(manifest, adapter, reported)
 
     async def _hold(self, manifest: Manifest, *, held: bool) -> None:
@@ -178,7 +302,7 @@ class LoraAdapterReconciler:
         finalizers = metadata.get("finalizers", [])
         if held == (FINALIZER in finalizers):
             return
-        others = [one for one in finalizers if one != FINALIZER]
+        others = [finalizer for finalizer in finalizers if finalizer != FINALIZER]
         # A merge patch replaces the list, so it must be for this version of the object.
         body = {
             "resourceVersion": metadata["resourceVersion"],

@@ -4,12 +4,18 @@ The plan for one InferenceService: a pure function of its state in the cluster.
 Equal states give equal plans, an executed plan leads to an empty one, and no plan prunes objects that
 serve. The reconciler executes plans and may be interrupted anywhere: the next plan starts from the new
 state.
+
+**Upgrades of the operator** replace routers, a few services at a time. A new operator has other defaults and
+flags, so the routers of every service get another template. Each Deployment replaces its routers one by one;
+this bounds how many Deployments do so at once. A change by a user does not wait. Routers that never become
+ready keep their service's turn: a bad upgrade stops there, and the old routers serve on.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton_api import labels
 from baton_operator import names
@@ -28,17 +34,26 @@ from baton_operator.manifests import (
     network,
     pods,
     routers,
-    tickets,
     workers,
 )
-from baton_operator.manifests.drift import is_current, keep_template, with_hash
 from baton_operator.manifests.engines import checks
 from baton_operator.manifests.exposure import CERTIFICATE_API, GATEWAY_API
-from baton_operator.manifests.groups import GROUP_API, GROUP_KIND
 from baton_operator.manifests.inference_pool import POOL_API
 from baton_operator.manifests.model_files import ModelFiles
-from baton_operator.manifests.objects import Key, Manifest, key, owned
+from baton_operator.manifests.objects import (
+    Key,
+    Manifest,
+    ObjectName,
+    contains,
+    is_current,
+    keep_template,
+    key,
+    owned,
+    with_hash,
+)
 from baton_operator.manifests.revision import Revision
+from baton_operator.manifests.routers import SPEC_GENERATION
+from baton_operator.manifests.workers import GROUP_API, GROUP_KIND
 from baton_operator.rollout import revision_history
 from baton_operator.rollout.decision import (
     RevisionPlan,
@@ -51,7 +66,74 @@ from baton_operator.rollout.decision import (
     seconds_until_change,
 )
 from baton_operator.rollout.model_fetch import ModelFetch, model_fetches
-from baton_operator.scaling import role_scalers
+from baton_operator.scaling import roles
+from baton_operator.scaling.roles import worker_roles
+
+log = logging.getLogger(__name__)
+
+LIMIT = 4
+"""Services at a time, unless the settings say otherwise."""
+
+WAIT_S = 30.0
+"""Seconds after which a service that waits for its turn is planned again."""
+
+
+class RouterRollouts:
+    """Limits how many services replace their routers at once after an upgrade of the operator."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._limit = limit
+        self._rolling: set[ObjectName] = set()
+        self._waiting: set[ObjectName] = set()
+
+    def admit(self, plan: ServicePlan, cluster: ClusterState) -> ServicePlan:
+        """Return the plan, without the Deployment of routers if it has to wait for other services."""
+        owner = cluster.owner
+        service: ObjectName = (owner.namespace, owner.name)
+        routers: Key = ("apps/v1", "Deployment", names.router(owner.name))
+        existing = cluster.objects.get(routers)
+        desired = next((manifest for manifest in plan.apply if key(manifest) == routers), None)
+        if not is_upgrade(existing, desired):
+            self._waiting.discard(service)
+            if is_settled(existing):
+                self._rolling.discard(service)
+            return plan
+        if service in self._rolling or len(self._rolling) < self._limit:
+            self._rolling.add(service)
+            return plan
+        if service not in self._waiting:
+            self._waiting.add(service)
+            log.info("The routers keep their template while %d other services replace theirs.", self._limit)
+        rest = [manifest for manifest in plan.apply if key(manifest) != routers]
+        return replace(plan, apply=rest, again_s=min(plan.again_s or WAIT_S, WAIT_S))
+
+    def forget(self, namespace: str, name: str) -> None:
+        """Forget a deleted service."""
+        self._rolling.discard((namespace, name))
+        self._waiting.discard((namespace, name))
+
+
+def is_upgrade(existing: Manifest | None, desired: Manifest | None) -> bool:
+    """Return whether routers would be replaced without a change of the spec."""
+    if existing is None or desired is None or not existing["spec"].get("replicas", 1):
+        return False
+    old_generation, new_generation = (
+        one["metadata"].get("annotations", {}).get(SPEC_GENERATION) for one in (existing, desired)
+    )
+    # Version 0.1.0 did not record the generation of the spec.
+    same = old_generation in (None, new_generation)
+    return same and not contains(existing["spec"]["template"], desired["spec"]["template"])
+
+
+def is_settled(deployment: Manifest | None) -> bool:
+    """Return whether all routers have the newest template and are ready, or no status exists."""
+    status = (deployment or {}).get("status", {})
+    if deployment is None or "observedGeneration" not in status:
+        return True
+    replicas = deployment["spec"].get("replicas", 1)
+    return status["observedGeneration"] >= deployment["metadata"].get("generation", 0) and all(
+        status.get(count, 0) == replicas for count in ("replicas", "updatedReplicas", "availableReplicas")
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +195,7 @@ class ServiceState:
 
     def of_role(self, name: RoleName) -> list[RoleState]:
         """Return the workers of a role, by revision."""
-        return [one.roles[name] for one in self.seen if name in one.roles]
+        return [found.roles[name] for found in self.seen if name in found.roles]
 
 
 def plan_service(cluster: ClusterState, images: OperatorDefaults, now: float) -> ServicePlan:
@@ -129,12 +211,12 @@ def plan_service(cluster: ClusterState, images: OperatorDefaults, now: float) ->
     )
     desired = [with_hash(one) for one in wanted]
     create = _objects_to_create(cluster, state)
-    apply = [one for one in desired if not is_current(cluster.objects.get(key(one)), one)]
+    apply = [manifest for manifest in desired if not is_current(cluster.objects.get(key(manifest)), manifest)]
     return ServicePlan(
         apply=apply,
         create=[one for one in create if key(one) not in cluster.objects],
         prune=_objects_to_prune(cluster, state, [*desired, *create]),
-        ticket_secret=tickets.missing(
+        ticket_secret=mutual_tls.missing(
             cluster.owner.name, cluster.objects, apply, [pod.trouble for pod in cluster.pods]
         ),
         again_s=again_s,
@@ -151,7 +233,7 @@ def _plan_revisions(
     revision = revision_history.wanted_revision(cluster, spec, stored, image, images.router, now)
     revisions = {**stored, revision.name: revision}
     seen = [revision_history.revision_state(cluster, one, now) for one in revisions.values()]
-    targets = role_scalers.targets(cluster, spec)
+    targets = roles.targets(cluster, spec)
     models = model_fetches(cluster, revisions)
     missing = _missing_apis(cluster, spec, revision)
     want = RolloutTarget(
@@ -182,7 +264,10 @@ def _bounds(spec: InferenceServiceSpec) -> dict[RoleName, RolloutBounds]:
     """Of both roles: an old revision may have a role that the spec does not have any more."""
     roles: dict[RoleName, WorkerRole] = {"prefill": spec.prefill or spec.decode, "decode": spec.decode}
     strategies = {name: role.update_strategy for name, role in roles.items()}
-    return {name: RolloutBounds(one.max_surge, one.max_unavailable) for name, one in strategies.items()}
+    return {
+        name: RolloutBounds(strategy.max_surge, strategy.max_unavailable)
+        for name, strategy in strategies.items()
+    }
 
 
 def _retained_revisions(
@@ -193,11 +278,11 @@ def _retained_revisions(
     wanted: str,
 ) -> dict[str, Revision]:
     """Return the revisions to keep: existing and target ones, and the newest `limit` of the others."""
-    existing = {name for name, one in plans.items() if one.weight or any(one.replicas.values())}
-    existing |= {wanted} | {one.revision for one in seen if one.exists or one.weight}
+    existing = {name for name, plan in plans.items() if plan.weight or any(plan.replicas.values())}
+    existing |= {wanted} | {found.revision for found in seen if found.exists or found.weight}
     past = sorted(revisions.keys() - existing, key=lambda name: revisions[name].created, reverse=True)
     chosen = existing | set(past[:limit])
-    return {name: one for name, one in revisions.items() if name in chosen}
+    return {name: revision for name, revision in revisions.items() if name in chosen}
 
 
 def _missing_apis(cluster: ClusterState, spec: InferenceServiceSpec, revision: Revision) -> list[str]:
@@ -218,7 +303,7 @@ def _service_objects(cluster: ClusterState, state: ServiceState, images: Operato
     """Return the objects that a service has once."""
     owner, spec = cluster.owner, state.spec
     replicas = 0 if spec.suspend else spec.router.replicas
-    weights = {name: one.weight for name, one in state.revision_plans.items() if one.weight}
+    weights = {name: plan.weight for name, plan in state.revision_plans.items() if plan.weight}
     shown = _mutual_tls(state)
     desired = [
         *routers.account(owner, spec),
@@ -235,7 +320,7 @@ def _service_objects(cluster: ClusterState, state: ServiceState, images: Operato
         desired += batches.of_runners(owner, spec.security.network_policy)
     if replicas > 1:
         desired.append(pods.disruption_budget(owner, names.ROUTER, 1))
-    for name, role in role_scalers.roles(spec).items():
+    for name, role in worker_roles(spec).items():
         if role.pod_disruption_budget.enabled:
             label = "both" if name == "decode" and spec.prefill is None else name
             desired.append(pods.disruption_budget(owner, label, role.pod_disruption_budget.max_unavailable))
@@ -245,7 +330,7 @@ def _service_objects(cluster: ClusterState, state: ServiceState, images: Operato
             desired.append(network.gateways(owner, spec))
     exposing = exposure.exposed(owner, spec.exposure, pool=_inference_pool(cluster, state))
     optional = [*exposing, *mutual_tls.certificate(owner, shown)]
-    desired += [one for one in optional if one["apiVersion"] not in state.unsupported]
+    desired += [manifest for manifest in optional if manifest["apiVersion"] not in state.unsupported]
     return desired
 
 
@@ -254,21 +339,21 @@ def _inference_pool(cluster: ClusterState, state: ServiceState) -> Manifest | No
     wanted = state.spec.exposure.inference_pool
     if wanted is None or POOL_API in state.unsupported:
         return None
-    existing = [state.revisions[one.revision] for one in state.seen if one.exists]
+    existing = [state.revisions[found.revision] for found in state.seen if found.exists]
     return inference_pool.pool(cluster.owner, wanted, state.target, existing)
 
 
 def _mutual_tls(state: ServiceState) -> MutualTls | None:
     """Return the certificate of routers: that of the spec, or of an existing revision."""
-    existing = {one.revision for one in state.seen if one.exists}
-    old = [one.blueprint.mutual_tls for name, one in state.revisions.items() if name in existing]
+    existing = {found.revision for found in state.seen if found.exists}
+    old = [revision.blueprint.mutual_tls for name, revision in state.revisions.items() if name in existing]
     return next((one for one in (state.spec.security.mutual_tls, *old) if one is not None), None)
 
 
 def _revision_objects(cluster: ClusterState, state: ServiceState, images: OperatorDefaults) -> list[Manifest]:
     """Return the objects of existing revisions, and the ConfigMaps of the others."""
     owner = cluster.owner
-    existing = {one.revision: one.exists for one in state.seen}
+    existing = {found.revision: found.exists for found in state.seen}
     desired = []
     for name, revision in state.revisions.items():
         desired.append(revision_history.revision_config_map(cluster, revision, state.models[name].proof))
@@ -308,9 +393,9 @@ def _objects_to_create(cluster: ClusterState, state: ServiceState) -> list[Manif
                 placement=blueprint.decode.placement,
             )
         )
-    for name, role in role_scalers.roles(spec).items():
+    for name, role in worker_roles(spec).items():
         if role.scaling is not None:
-            desired.append(role_scalers.scaler(cluster, name, _current(state, name, state.targets[name])))
+            desired.append(roles.scaler(cluster, name, _current(state, name, state.targets[name])))
     return desired
 
 
@@ -330,13 +415,13 @@ def _grown_claim(cluster: ClusterState, state: ServiceState) -> list[Manifest]:
 def _current(state: ServiceState, name: RoleName, otherwise: int) -> int:
     """Return the current number of workers of a role."""
     existing = sum(one.replicas for one in state.of_role(name))
-    role = role_scalers.roles(state.spec)[name]
-    return role_scalers.scaled(role, existing or otherwise)
+    role = worker_roles(state.spec)[name]
+    return roles.scaled(role, existing or otherwise)
 
 
 def _objects_to_prune(cluster: ClusterState, state: ServiceState, desired: Sequence[Manifest]) -> list[Key]:
     """Return objects that are no longer desired, except those of revisions with pods."""
-    wanted = {key(one) for one in desired}
+    wanted = {key(wanted_manifest) for wanted_manifest in desired}
     alive = {pod.revision for pod in cluster.pods if not pod.finished}
     gone = [
         existing

@@ -8,10 +8,11 @@ from typing import Any, Protocol
 from kubernetes.aio.client.exceptions import ApiException
 
 from baton_operator.cluster.api_server import FORBIDDEN, ApiServer
-from baton_operator.manifests.conditions import ReportTransition, Transition
-from baton_operator.manifests.objects import Manifest
+from baton_operator.manifests.objects import Manifest, ReportTransition, Transition
 
 REJECTED_STATUSES = frozenset({400, FORBIDDEN, 422})
+
+
 NOT_TYPED = "failed to create typed patch object"
 """Begins the API server's message on a server-side apply with two entries of one key, whose status is 500."""
 

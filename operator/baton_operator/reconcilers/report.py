@@ -9,13 +9,22 @@ from typing import Any
 from baton_operator import names
 from baton_operator.cluster.state import ClusterState, Pod, pod_creation_failure
 from baton_operator.manifests import exposure, workers
-from baton_operator.manifests.conditions import Fact, Transition, by_type, updated, written
-from baton_operator.manifests.groups import GROUP_API, GROUP_KIND, INSTALLATION, LEADER, WORKER_INDEX
-from baton_operator.manifests.objects import Key, Manifest, timestamp
+from baton_operator.manifests.objects import (
+    Fact,
+    Key,
+    Manifest,
+    Transition,
+    by_type,
+    timestamp,
+    updated,
+    written,
+)
+from baton_operator.manifests.workers import GROUP_API, GROUP_KIND, INSTALLATION, LEADER, WORKER_INDEX
 from baton_operator.reconcilers.plan import ServiceState
 from baton_operator.rollout import revision_history
 from baton_operator.rollout.decision import RevisionPlan, RevisionState, RoleName
-from baton_operator.scaling import role_scalers
+from baton_operator.scaling import roles
+from baton_operator.scaling.roles import worker_roles
 
 Status = dict[str, Any]
 
@@ -28,9 +37,9 @@ def service_status(
 
     `unmet`: an object that the API server rejected and without which the service works.
     """
-    roles: Status = {name: _role(state, name) for name in role_scalers.roles(state.spec)}
-    roles["router"] = _router(cluster, state)
-    facts = _facts(cluster, state, roles, unmet)
+    statuses: Status = {name: _role(state, name) for name in worker_roles(state.spec)}
+    statuses["router"] = _router(cluster, state)
+    facts = _facts(cluster, state, statuses, unmet)
     before = cluster.status.get("conditions", ())
     conditions, transitions = written(facts, before, cluster.generation, now)
     files = workers.files(cluster.owner, state.target)
@@ -39,7 +48,7 @@ def service_status(
         "url": _url(cluster, state),
         "modelName": state.target.blueprint.served_names[0],
         "conditions": conditions,
-        **roles,
+        **statuses,
         "currentRevision": _current(state),
         "updateRevision": state.target.name,
         "revisions": _revisions(cluster, state),
@@ -87,7 +96,7 @@ def _facts(cluster: ClusterState, state: ServiceState, roles: Status, unmet: str
         _degradation(state),
         Fact("ModelReady", state.model.present, state.model.phase, state.model.message),
     ]
-    for name in role_scalers.roles(state.spec):
+    for name in worker_roles(state.spec):
         message, enough = _pods_message(cluster, state, name, roles[name])
         reason = "AllReady" if enough else "SomeMissing"
         facts.append(Fact(f"{name.capitalize()}Ready", enough, reason, message))
@@ -168,8 +177,8 @@ def _availability(state: ServiceState, routers: int) -> Fact:
 
 def _lacking(state: ServiceState, revision: str) -> RoleName | None:
     """A role without a ready worker in this revision, although some are desired."""
-    roles = next((one.roles for one in state.seen if one.revision == revision), {})
-    for name in role_scalers.roles(state.spec):
+    roles = next((found.roles for found in state.seen if found.revision == revision), {})
+    for name in worker_roles(state.spec):
         if state.targets[name] and (name not in roles or not roles[name].ready):
             return name
     return None
@@ -215,7 +224,7 @@ def _failed(fate: RevisionPlan) -> str:
 
 def _refused(cluster: ClusterState, workloads: Iterable[Key]) -> list[str]:
     """Errors with which the API server rejects new pods of these Deployments."""
-    existing = [cluster.find(*one) for one in workloads]
+    existing = [cluster.find(*workload) for workload in workloads]
     return sorted(filter(None, map(pod_creation_failure, existing)))
 
 
@@ -237,21 +246,21 @@ def _scaling(cluster: ClusterState, state: ServiceState) -> Fact:
     decisions = _scaling_conditions(cluster, state, "ScalingActive")
     if not decisions:
         return Fact("ScalingActive", False, "NotScaled", "No role has scaling.")
-    for name, one in decisions.items():
-        if one is None:
+    for name, decision in decisions.items():
+        if decision is None:
             return Fact("ScalingActive", False, "Starting", f"The autoscaler has not decided on {name} yet.")
-        if one["status"] != "True":
-            return Fact("ScalingActive", False, one["reason"], f"{name}: {one['message']}")
-    words = ", ".join(f"{name} {one['reason']}" for name, one in decisions.items() if one)
+        if decision["status"] != "True":
+            return Fact("ScalingActive", False, decision["reason"], f"{name}: {decision['message']}")
+    words = ", ".join(f"{name} {decision['reason']}" for name, decision in decisions.items() if decision)
     return Fact("ScalingActive", True, "Measured", f"{words}.")
 
 
 def _limit(cluster: ClusterState, state: ServiceState) -> Fact:
     """Whether a limit keeps a role below the number of workers that it needs, or that was requested."""
-    for name, one in _scaling_conditions(cluster, state, "ScalingLimited").items():
-        if one and one["status"] == "True":
-            return Fact("ScalingLimited", True, one["reason"], f"{name}: {one['message']}")
-    for name, role in role_scalers.roles(state.spec).items():
+    for name, condition in _scaling_conditions(cluster, state, "ScalingLimited").items():
+        if condition and condition["status"] == "True":
+            return Fact("ScalingLimited", True, condition["reason"], f"{name}: {condition['message']}")
+    for name, role in worker_roles(state.spec).items():
         scaler = _scaler(cluster, name)
         if role.scaling is None or scaler is None or state.spec.autoscaling.mode != "External":
             continue
@@ -263,7 +272,7 @@ def _limit(cluster: ClusterState, state: ServiceState) -> Fact:
 
 
 def _scaler(cluster: ClusterState, name: RoleName) -> Manifest | None:
-    return cluster.find(role_scalers.API, role_scalers.KIND, names.role(cluster.owner.name, name))
+    return cluster.find(roles.API, roles.KIND, names.role(cluster.owner.name, name))
 
 
 def _scaling_conditions(
@@ -272,7 +281,7 @@ def _scaling_conditions(
     """The condition `type` of each role that the autoscaler scales; None before its first decision."""
     if state.spec.autoscaling.mode == "Disabled":
         return {}
-    scaled = [name for name, role in role_scalers.roles(state.spec).items() if role.scaling is not None]
+    scaled = [name for name, role in worker_roles(state.spec).items() if role.scaling is not None]
     return {name: by_type(_scaler(cluster, name)).get(type) for name in scaled}
 
 
@@ -282,7 +291,7 @@ def _ready(state: ServiceState, name: RoleName) -> int:
 
 def _role(state: ServiceState, name: RoleName) -> Status:
     existing = state.of_role(name)
-    new = next(one for one in state.seen if one.revision == state.target.name)
+    new = next(found for found in state.seen if found.revision == state.target.name)
     return {
         "desiredReplicas": state.targets[name],
         "replicas": sum(role.pods for role in existing),
@@ -305,11 +314,11 @@ def _router(cluster: ClusterState, state: ServiceState) -> Status:
 def _pods_message(cluster: ClusterState, state: ServiceState, name: str, role: Status) -> tuple[str, bool]:
     """Return the number of ready pods with what keeps the others from it, and whether none is missing."""
     ready, desired = role["readyReplicas"], role["desiredReplicas"]
-    labels = role_scalers.labels_of(name)
+    labels = roles.labels_of(name)
     workloads: list[Key] = [
-        workers.workload_key(cluster.owner, one, role)
-        for one in state.revisions.values()
-        for role in one.blueprint.roles
+        workers.workload_key(cluster.owner, revision, role)
+        for revision in state.revisions.values()
+        for role in revision.blueprint.roles
         if role in labels
     ]
     if name == "router":
@@ -324,15 +333,15 @@ def _pods_message(cluster: ClusterState, state: ServiceState, name: str, role: S
 def _current(state: ServiceState) -> str:
     """The revision that receives most requests and can serve them; empty if no revision can."""
     weights = {name: fate.weight for name, fate in state.revision_plans.items() if fate.weight}
-    serving = [one for one in state.seen if one.revision in weights and one.share(state.targets) > 0]
-    return max(serving, key=lambda one: weights[one.revision]).revision if serving else ""
+    serving = [found for found in state.seen if found.revision in weights and found.share(state.targets) > 0]
+    return max(serving, key=lambda revision: weights[revision.revision]).revision if serving else ""
 
 
 def _revisions(cluster: ClusterState, state: ServiceState) -> list[Status]:
     """Running revisions, and those kept for a rollback, newest first."""
-    kept = [one for one in state.seen if one.revision in state.revisions]
-    newest = sorted(kept, key=lambda one: (one.created, one.revision), reverse=True)
-    return [_revision(cluster, one, state.revision_plans[one.revision]) for one in newest]
+    kept = [found for found in state.seen if found.revision in state.revisions]
+    newest = sorted(kept, key=lambda revision: (revision.created, revision.revision), reverse=True)
+    return [_revision(cluster, revision, state.revision_plans[revision.revision]) for revision in newest]
 
 
 def _revision(cluster: ClusterState, one: RevisionState, fate: RevisionPlan) -> Status:
@@ -369,7 +378,7 @@ def scaler_status(
     service, role = spec["serviceName"], spec["role"]
     label = "both" if role == "decode" and state and state.spec.prefill is None else role
     selecting = names.selecting(service, label)
-    if state is not None and workers.is_group(role_scalers.roles(state.spec).get(role, state.spec.decode)):
+    if state is not None and workers.is_group(worker_roles(state.spec).get(role, state.spec.decode)):
         selecting[WORKER_INDEX] = LEADER
     before = scaler.get("status", {})
     known = before.get("conditions", ())
@@ -397,7 +406,7 @@ def _bound(scaler: Manifest, state: ServiceState | None, refused: str) -> Fact:
         return Fact("Bound", False, "NoService", f"The InferenceService {service} does not exist.")
     if scaler["metadata"]["name"] != named:
         return Fact("Bound", False, "OtherName", f"{service} uses the RoleScaler {named}.")
-    existing = role_scalers.roles(state.spec).get(role)
+    existing = worker_roles(state.spec).get(role)
     if existing is None or existing.scaling is None:
         message = f"{service} has no spec.{role}.scaling: its spec.{role}.replicas applies."
         return Fact("Bound", False, "NotScaled", message)

@@ -137,9 +137,11 @@ def decide(target: RolloutTarget, revisions: Sequence[RevisionState], now: float
     change, and after `seconds_until_change`.
     """
     if target.suspended:
-        return {one.revision: _gone(one) for one in revisions}
-    new = next(one for one in revisions if one.revision == target.revision)
-    old = [one for one in revisions if one is not new and not one.failed and one.exists]
+        return {revision.revision: _gone(revision) for revision in revisions}
+    new = next(revision for revision in revisions if revision.revision == target.revision)
+    old = [
+        revision for revision in revisions if revision is not new and not revision.failed and revision.exists
+    ]
     case = _Case(target, revisions, new, old, now)
     if target.held:
         return _held(case)
@@ -149,12 +151,12 @@ def decide(target: RolloutTarget, revisions: Sequence[RevisionState], now: float
         if new.failed:
             return {**_without(case), new.revision: _gone(new)}
     if target.policy.paused and old:
-        return {one.revision: _as_it_is(one) for one in revisions}
-    plans = {one.revision: _gone(one) for one in revisions}
+        return {revision.revision: _as_it_is(revision) for revision in revisions}
+    plans = {revision.revision: _gone(revision) for revision in revisions}
     if target.policy.strategy == "Recreate" and old:
         plans[new.revision] = RevisionPlan(new.revision, "Warming", dict.fromkeys(new.roles, 0))
         return plans
-    serving = [one for one in old if one.share(target.targets) > 0]
+    serving = [former for former in old if former.share(target.targets) > 0]
     steps = target.policy.canary.steps if target.policy.canary else []
     if serving and new.step < len(steps):
         new = _on_step(target, new, now)
@@ -169,17 +171,21 @@ def seconds_until_change(
     target: RolloutTarget, revisions: Sequence[RevisionState], now: float
 ) -> float | None:
     """Return the seconds after which a decision may change without an event; None if it cannot."""
-    new = next(one for one in revisions if one.revision == target.revision)
+    new = next(revision for revision in revisions if revision.revision == target.revision)
     looks = []
     if not new.failed and new.waiting and new.share(target.targets) < 1:
         looks.append(new.progressed + target.policy.progress_deadline.seconds - now)
-    if new.weight and not new.failed and any(one.exists for one in revisions if one is not new):
+    if (
+        new.weight
+        and not new.failed
+        and any(revision.exists for revision in revisions if revision is not new)
+    ):
         looks.append(HEALTH_CHECK_S)
     steps = target.policy.canary.steps if target.policy.canary else []
     if new.step_since is not None and new.step < len(steps):
         looks.append(new.step_since + steps[new.step].pause.seconds - now)
     # Times in the past are decided already.
-    return min((one for one in looks if one >= 0), default=None)
+    return min((look for look in looks if look >= 0), default=None)
 
 
 def _failure(case: _Case) -> str:
@@ -190,17 +196,17 @@ def _failure(case: _Case) -> str:
     limit = policy.progress_deadline
     if new.waiting and new.share(case.target.targets) < 1 and case.now - new.progressed > limit.seconds:
         return f"no progress for {limit}"
-    return health_failure(policy, new.health, [one.health for one in case.old])
+    return health_failure(policy, new.health, [former.health for former in case.old])
 
 
 def _held(case: _Case) -> dict[str, RevisionPlan]:
     """Hold the target revision without workers; the others continue as if it did not exist."""
     new = case.new
     if case.target.policy.paused:
-        return {one.revision: _as_it_is(one) for one in case.revisions}
+        return {revision.revision: _as_it_is(revision) for revision in case.revisions}
     if not case.old:
         now_there = _as_it_is(new)
-        plans = {one.revision: _gone(one) for one in case.revisions}
+        plans = {revision.revision: _gone(revision) for revision in case.revisions}
         return {
             **plans,
             new.revision: now_there if new.exists else replace(now_there, phase="Waiting", failure=""),
@@ -212,12 +218,14 @@ def _held(case: _Case) -> dict[str, RevisionPlan]:
 def _without(case: _Case) -> dict[str, RevisionPlan]:
     """Plan the other revisions as if the new one did not exist: the one that serves most gets all workers."""
     target, new = case.target, case.new
-    last = max(case.old, key=lambda one: (one.weight, one.share(target.targets), one.created))
+    last = max(case.old, key=lambda former: (former.weight, former.share(target.targets), former.created))
     # The serving revision may still need a role that the spec no longer has.
     kept = {name: role.replicas for name, role in last.roles.items() if name not in new.roles}
     targets = {**target.targets, **kept}
     before = replace(target, revision=last.revision, targets=targets, policy=PLAIN, held=False)
-    return decide(before, [one for one in case.revisions if one.revision != new.revision], case.now)
+    return decide(
+        before, [revision for revision in case.revisions if revision.revision != new.revision], case.now
+    )
 
 
 def _on_step(target: RolloutTarget, new: RevisionState, now: float) -> RevisionState:
@@ -241,7 +249,7 @@ def _canary(case: _Case) -> dict[str, RevisionPlan]:
     before = steps[new.step - 1].weight if new.step else 0
     weight = steps[new.step].weight if new.step_since is not None else before
     replicas = {name: _part(target, name, steps[new.step].weight) for name in new.roles}
-    carried = sum(one.share(target.targets) for one in case.old)
+    carried = sum(former.share(target.targets) for former in case.old)
     if carried < 1 - EPSILON and any(role.ready > replicas[name] for name, role in new.roles.items()):
         # It grew further while no other revision could serve. It shrinks as the others recover.
         weight = max(weight, round(ALL * (1 - carried)))
@@ -266,14 +274,14 @@ def _kept(target: RolloutTarget, new: RevisionState, old: Sequence[RevisionState
     share = new.share(target.targets)
     bare = [_needed(target, name, 0.0) / count for name, count in target.targets.items() if count]
     missing = max(0.0, max(bare, default=0.0) - share)
-    if missing > sum(one.share(target.targets) for one in old) + EPSILON:
-        old = [_recovered(one) for one in old]  # workers that are not ready may recover and are needed
+    if missing > sum(former.share(target.targets) for former in old) + EPSILON:
+        old = [_recovered(former) for former in old]  # workers that are not ready may recover and are needed
     parts: dict[str, float] = {}
-    for one in sorted(old, key=lambda one: (one.weight, one.created), reverse=True):
-        parts[one.revision] = min(missing, one.share(target.targets))
-        missing -= parts[one.revision]
+    for former in sorted(old, key=lambda former: (former.weight, former.created), reverse=True):
+        parts[former.revision] = min(missing, former.share(target.targets))
+        missing -= parts[former.revision]
     carried = share + sum(parts.values())
-    return {one.revision: _part_kept(target, one, parts[one.revision], carried) for one in old}
+    return {former.revision: _part_kept(target, former, parts[former.revision], carried) for former in old}
 
 
 def _part_kept(target: RolloutTarget, one: RevisionState, part: float, carried: float) -> RevisionPlan:
@@ -305,7 +313,7 @@ def _grown(
     replicas: dict[RoleName, int] = {}
     for name, role in new.roles.items():
         whole, bounds = target.targets[name], target.bounds[name]
-        kept = sum(plans[one.revision].replicas.get(name, 0) for one in old)
+        kept = sum(plans[former.revision].replicas.get(name, 0) for former in old)
         ahead = math.floor(share * whole + EPSILON) + max(1, bounds.surge + bounds.unavailable)
         grown = min(whole + bounds.surge - kept, ahead) if old else whole
         # Each share of several old revisions is rounded up, so one worker more than the surge is necessary.
@@ -321,7 +329,7 @@ def _weighted(
     """Add weights: the new revision by its share, the others by their part of the rest."""
     new, *old = revisions
     share = new.share(target.targets)
-    carried = {one.revision: one.share(target.targets) for one in old}
+    carried = {former.revision: former.share(target.targets) for former in old}
     whole = sum(carried.values())
     weight = round(ALL * share) if whole else ALL
     weights = {new.revision: weight}

@@ -16,9 +16,8 @@ from typing import Any, Literal
 from baton_operator import names
 from baton_operator.cluster.state import ClusterState, Pod
 from baton_operator.manifests import workers
-from baton_operator.manifests.conditions import by_type
 from baton_operator.manifests.model_files import CLAIM, PIN_KEY, ModelFiles
-from baton_operator.manifests.objects import Manifest
+from baton_operator.manifests.objects import Manifest, by_type
 from baton_operator.manifests.revision import Revision
 
 PROOF = "baton.dev/model-fetched"

@@ -32,7 +32,7 @@ def known_revisions(cluster: ClusterState) -> dict[str, Revision]:
         for one in cluster.of_kind("ConfigMap")
         if REVISION_KEY in one.get("data", {})
     ]
-    return {one.name: one for one in stored}
+    return {revision.name: revision for revision in stored}
 
 
 def wanted_revision(
@@ -54,7 +54,7 @@ def wanted_revision(
         raise ValueError(f"Invalid spec.rollout.rollbackTo: {name}. Stored revisions: {existing}.")
     blueprint = Blueprint.of(cluster.owner.name, spec)
     digest = blueprint.digest
-    same = [one for one in revisions.values() if one.blueprint.digest == digest]
+    same = [revision for revision in revisions.values() if revision.blueprint.digest == digest]
     if not same:
         fetch_image = "" if spec.engine.type == "Baton" else router_image
         return Revision(blueprint=blueprint, image=image, fetch_image=fetch_image, created=now, name=digest)
@@ -130,7 +130,7 @@ def ready_peak(cluster: ClusterState, one: RevisionState) -> int:
 def _note(cluster: ClusterState, revision: str) -> dict[str, Any]:
     """Return the entry of a revision in the last status."""
     notes: Sequence[dict[str, Any]] = cluster.status.get("revisions", ())
-    return next((one for one in notes if one["name"] == revision), {})
+    return next((note for note in notes if note["name"] == revision), {})
 
 
 def _ready(pods: Sequence[Pod]) -> int:

@@ -11,12 +11,19 @@ a RoleScaler stores capacity and start-up time for the next operator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+
+from baton_api import metrics
 from baton_api.errors import SetupError
+from baton_api.metrics import Metric
 from baton_api.profiles import Profile
 from baton_operator import names
 from baton_operator.cluster.api_server import ApiServer
@@ -25,14 +32,21 @@ from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.part import Duration
 from baton_operator.kinds.service_policies import ProfileSource
 from baton_operator.kinds.worker_role import WorkerRole
-from baton_operator.manifests.conditions import Fact, ReportTransition, Transition, updated, written
-from baton_operator.manifests.objects import Manifest, ObjectName, timestamp
+from baton_operator.manifests.objects import (
+    Fact,
+    Manifest,
+    ObjectName,
+    ReportTransition,
+    Transition,
+    timestamp,
+    updated,
+    written,
+)
 from baton_operator.rollout.decision import RoleName
-from baton_operator.scaling import engine_slots, role_scalers, sizing
+from baton_operator.scaling import roles, sizing
 from baton_operator.scaling.budget import GpuBudget, GpuDemand, allocate, of_role
 from baton_operator.scaling.decision import DecisionAndMemory, capacity
 from baton_operator.scaling.history import CapacityEstimate, StartupTimes
-from baton_operator.scaling.metrics import RoleDecision, ScalingMetrics
 from baton_operator.scaling.prometheus import (
     METRIC_LABEL,
     MetricsClient,
@@ -40,9 +54,98 @@ from baton_operator.scaling.prometheus import (
     MetricsQuery,
     held_requests,
 )
-from baton_operator.scaling.roles import ScaledRole, ScalingSettings, decide_all, policy_of
-from baton_operator.scaling.sample import STARTUP_S, RoleMemory, ScalingDecision, WorkerSize
+from baton_operator.scaling.roles import (
+    ScaledRole,
+    ScalingSettings,
+    decide_all,
+    desired_workers,
+    policy_of,
+    worker_roles,
+)
+from baton_operator.scaling.sample import STARTUP_S, RoleMemory, RoleSample, ScalingDecision, WorkerSize
 from baton_operator.scaling.signals import RolePods, ServiceMetrics, role_sample
+
+INPUTS = ("demand", "backlog", "latency", "first_token", "utilisation", "rate", "requests", "queued", "held")
+
+
+@dataclass(frozen=True, slots=True)
+class RoleDecision:
+    """The last decision of a role, with its inputs."""
+
+    sample: RoleSample
+    decision: ScalingDecision
+    capacity: float | None
+
+
+class ScalingMetrics(Collector):
+    """Metrics of all scaled services. `clock` is monotonic."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._decided: dict[ObjectName, Mapping[RoleName, RoleDecision]] = {}
+        self._measured: dict[ObjectName, float] = {}
+        self._changes: Counter[tuple[ObjectName, RoleName, str]] = Counter()
+
+    def decided(self, service: ObjectName, roles: Mapping[RoleName, RoleDecision], *, measured: bool) -> None:
+        """Record the decisions of a service. `measured`: whether Prometheus answered."""
+        self._decided[service] = roles
+        if measured or service not in self._measured:
+            self._measured[service] = self._clock()
+
+    def changed(self, service: ObjectName, role: RoleName, direction: str) -> None:
+        """Count a change of replicas; `direction` is up or down."""
+        self._changes[service, role, direction] += 1
+
+    def forget(self, service: ObjectName) -> None:
+        self._decided.pop(service, None)
+        self._measured.pop(service, None)
+
+    def collect(self) -> Iterator[Family]:
+        now = self._clock()
+        gauges = {
+            metric.name: GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
+            for metric in GAUGES
+        }
+
+        def put(metric: Metric, value: float, *labels: str) -> None:
+            gauges[metric.name].add_metric(labels, value)
+
+        for service, since in self._measured.items():
+            put(metrics.AUTOSCALER_METRICS_AGE, now - since, *service)
+        for service, decisions in self._decided.items():
+            for role, scaled in decisions.items():
+                of_role = (*service, role)
+                put(metrics.AUTOSCALER_DESIRED, scaled.decision.replicas, *of_role)
+                put(metrics.AUTOSCALER_RECOMMENDED, scaled.decision.raw, *of_role)
+                put(metrics.AUTOSCALER_DECIDED_BY, 1, *of_role, scaled.decision.reason)
+                if scaled.decision.raw < scaled.decision.replicas == scaled.sample.replicas:
+                    put(metrics.AUTOSCALER_HELD, 1, *of_role, scaled.decision.reason)
+                if scaled.capacity is not None:
+                    put(metrics.AUTOSCALER_CAPACITY, scaled.capacity, *of_role)
+                for name in INPUTS:
+                    reading = getattr(scaled.sample, name)
+                    put(metrics.AUTOSCALER_UNKNOWN, float(not reading.has_value), *of_role, name)
+                    if reading.value is not None:
+                        put(metrics.AUTOSCALER_INPUT, reading.value, *of_role, name)
+        yield from gauges.values()
+        metric = metrics.AUTOSCALER_DECISIONS
+        changes = CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
+        for (service, role, direction), count in self._changes.items():
+            changes.add_metric((*service, role, direction), count)
+        yield changes
+
+
+GAUGES = (
+    metrics.AUTOSCALER_METRICS_AGE,
+    metrics.AUTOSCALER_DESIRED,
+    metrics.AUTOSCALER_RECOMMENDED,
+    metrics.AUTOSCALER_DECIDED_BY,
+    metrics.AUTOSCALER_HELD,
+    metrics.AUTOSCALER_CAPACITY,
+    metrics.AUTOSCALER_UNKNOWN,
+    metrics.AUTOSCALER_INPUT,
+)
+
 
 SLEEP_INTERVAL_S = 2.0
 """Seconds between two checks of a service at zero. Its first request waits for as long."""
@@ -72,8 +175,8 @@ class ServiceMemory:
         """Use the capacity of the old revision as the seed of a new one."""
         if self.revision and revision and revision != self.revision:
             self.roles = {
-                name: replace(one, capacity=CapacityEstimate(seed=one.capacity.value))
-                for name, one in self.roles.items()
+                name: replace(role, capacity=CapacityEstimate(seed=role.capacity.value))
+                for name, role in self.roles.items()
             }
         self.revision = revision or self.revision
 
@@ -104,12 +207,12 @@ class ScaledService:
 
     @property
     def roles(self) -> Mapping[RoleName, WorkerRole]:
-        return role_scalers.roles(self.spec)
+        return worker_roles(self.spec)
 
     @property
     def asleep(self) -> bool:
         """Whether all of its roles are scaled to zero."""
-        zero = all(one["spec"]["replicas"] == 0 for one in self.scalers.values())
+        zero = all(scaler["spec"]["replicas"] == 0 for scaler in self.scalers.values())
         return zero and len(self.roles) == len(self.scalers)
 
     @property
@@ -118,7 +221,7 @@ class ScaledService:
 
     def replicas(self, name: RoleName) -> int:
         """Return the desired workers of a role."""
-        return role_scalers.desired(self.roles[name], self.scalers.get(name))
+        return desired_workers(self.roles[name], self.scalers.get(name))
 
     def role_pods(self, name: RoleName) -> RolePods:
         workers = of_role(name, self.pods)
@@ -157,9 +260,9 @@ class Autoscaler:
             self._budget.forget((namespace, name))
             self.metrics.forget((namespace, name))
             return None
-        scaled = [role for role, one in role_scalers.roles(spec).items() if one.scaling is not None]
+        scaled = [role for role, one in worker_roles(spec).items() if one.scaling is not None]
         scalers = {role: self.reader.scaler(namespace, name, role) for role in scaled}
-        existing = {role: one for role, one in scalers.items() if one is not None}
+        existing = {role: scaler for role, scaler in scalers.items() if scaler is not None}
         interval = spec.autoscaling.interval.seconds
         if not existing:
             return interval
@@ -177,8 +280,8 @@ class Autoscaler:
         memory.serves(service.manifest.get("status", {}).get("currentRevision", ""))
         metrics = await (self._sleeping(service) if service.asleep else self._measured(service))
         memories = {
-            name: memory.of_role(name, one, of_role(name, service.pods), now)
-            for name, one in service.scalers.items()
+            name: memory.of_role(name, scaler, of_role(name, service.pods), now)
+            for name, scaler in service.scalers.items()
         }
         sizes: Mapping[RoleName, WorkerSize] = {}
         if profile := await self._profile(service, memory):
@@ -231,7 +334,7 @@ class Autoscaler:
         return memory.profile
 
     def _query(self, service: ScaledService) -> MetricsQuery:
-        slots = engine_slots.decode_slots(service.spec)
+        slots = sizing.decode_slots(service.spec)
         return MetricsQuery(*service.name, service.spec.objectives.percentile, self.own.window_s, slots)
 
     async def _measured(self, service: ScaledService) -> ServiceMetrics:
@@ -293,7 +396,7 @@ class Autoscaler:
             "metadata": {"resourceVersion": metadata["resourceVersion"]},
             "spec": {"replicas": decision.replicas},
         }
-        where = (role_scalers.API, role_scalers.KIND, metadata["namespace"], metadata["name"])
+        where = (roles.API, roles.KIND, metadata["namespace"], metadata["name"])
         await self.api.merge(*where, body)
         up = decision.replicas > before
         self.metrics.changed(service.name, name, "up" if up else "down")
@@ -323,8 +426,8 @@ class Autoscaler:
         known = before.get("conditions", ())
         shown = {one["type"]: (one["status"], one["reason"]) for one in known}
         scaling = before.get("scaling", {})
-        same = all(scaling.get(one) == value for one, value in status.items() if one != "capacity")
-        same = same and all(shown.get(one.type) == (one.status, one.reason) for one in facts)
+        same = all(scaling.get(field) == value for field, value in status.items() if field != "capacity")
+        same = same and all(shown.get(fact.type) == (fact.status, fact.reason) for fact in facts)
         if same and _near(scaling.get("capacity"), status.get("capacity")):
             return  # messages contain changing numbers, so they are written only with other changes
         if decision.replicas != earlier["spec"]["replicas"]:
@@ -348,7 +451,7 @@ def is_rolling_out(service: Manifest) -> bool:
     status = service.get("status", {})
     current = status.get("currentRevision", "")
     wanted = status.get("updateRevision", current)
-    phases = {one["name"]: one["phase"] for one in status.get("revisions", ())}
+    phases = {revision["name"]: revision["phase"] for revision in status.get("revisions", ())}
     return bool(current) and current != wanted and phases.get(wanted) not in ("Failed", "Waiting", "Retired")
 
 

@@ -18,7 +18,8 @@ from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.worker_role import WorkerRole
 from baton_operator.manifests.objects import ObjectName
 from baton_operator.rollout.decision import RoleName
-from baton_operator.scaling import role_scalers
+from baton_operator.scaling import roles
+from baton_operator.scaling.roles import desired_workers, worker_roles
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def allocate(demands: Iterable[GpuDemand], gpus: int) -> Mapping[str, int]:
     >>> allocate([small, great], 10)
     {'chat/decode': 3, 'chat/prefill': 4}
     """
-    ordered = sorted(demands, key=lambda one: (-one.pressure, one.holder))
+    ordered = sorted(demands, key=lambda demand: (-demand.pressure, demand.holder))
     free = gpus - sum(one.taken for one in ordered)
     allocation = {}
     for one in ordered:
@@ -94,11 +95,11 @@ class GpuBudget:
         service. They compete with those of other services until `until`.
         """
         if not self._gpus:
-            return {one.holder: one.requested for one in demands}
-        self._demands[service] = until, {one.holder: one for one in demands}
+            return {demand.holder: demand.requested for demand in demands}
+        self._demands[service] = until, {demand.holder: demand for demand in demands}
         others = [one for key in self._services() if key != service for one in self._stand(key, now)]
         allowed = allocate([*demands, *others], self._gpus)
-        self._reserved |= {one.holder: allowed[one.holder] for one in demands}
+        self._reserved |= {demand.holder: allowed[demand.holder] for demand in demands}
         return allowed
 
     def written(self, service: ObjectName) -> None:
@@ -145,7 +146,7 @@ def holder(service: ObjectName, name: RoleName) -> str:
 
 def of_role(name: RoleName, pods: Sequence[Pod]) -> list[Pod]:
     """Return the pods of a role, including terminating ones: one for each worker."""
-    those = role_scalers.labels_of(name)
+    those = roles.labels_of(name)
     return [pod for pod in pods if pod.role in those and not pod.finished and not pod.follower]
 
 
@@ -155,8 +156,9 @@ def _held(reader: ClusterReader, service: ObjectName) -> tuple[GpuDemand, ...]:
     if spec is None or spec.autoscaling.mode == "Disabled":
         return ()
     pods = reader.pods(*service)
-    roles = role_scalers.roles(spec).items()
-    written = {name: role_scalers.desired(role, reader.scaler(*service, name)) for name, role in roles}
+    by_name = worker_roles(spec).items()
+    written = {name: desired_workers(role, reader.scaler(*service, name)) for name, role in by_name}
     return tuple(
-        GpuDemand.of(service, name, role, 0 if spec.suspend else written[name], pods) for name, role in roles
+        GpuDemand.of(service, name, role, 0 if spec.suspend else written[name], pods)
+        for name, role in by_name
     )

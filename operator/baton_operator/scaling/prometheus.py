@@ -26,8 +26,8 @@ from baton_api import metrics
 from baton_api.metrics import Metric
 from baton_operator import answers
 from baton_operator.scaling.decision import HIGH
-from baton_operator.scaling.engine_slots import DecodeSlots
 from baton_operator.scaling.sample import Measurement, unknown
+from baton_operator.scaling.sizing import DecodeSlots
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def _samples(url: str, status: int, body: bytes, label: str) -> dict[str, float]
         if status != 200 or answer["status"] != "success":
             raise MetricsLost(f"{url} rejected the query: {status} {str(answer.get('error', ''))[:300]}")
         samples = answer["data"]["result"]
-        return {one["metric"].get(label, ""): float(one["value"][1]) for one in samples}
+        return {sample["metric"].get(label, ""): float(sample["value"][1]) for sample in samples}
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise MetricsLost(f"{url} returned status {status} with an invalid response") from error
 
@@ -263,7 +263,7 @@ ROUTER_TIMEOUT_S = 2.0
 async def held_requests(urls: Sequence[str]) -> Measurement:
     """Return the requests that these routers hold for a worker; unknown if none responds."""
     replies = await asyncio.gather(*map(_held, urls))
-    answered = [one for one in replies if one is not None]
+    answered = [reply for reply in replies if reply is not None]
     return Measurement.of(sum(answered)) if answered else unknown("no router reports its held requests")
 
 

@@ -1,8 +1,12 @@
 """
-The scaling decisions of both roles of a service, and what couples them.
+The workers of both roles of a service: how many are desired, and what couples their decisions.
 
 More prefill workers only lengthen the queue of full decode workers, so prefill does not grow then. Prefill
 workers need at least one decode worker. And both share the GPU budget.
+
+The operator creates each RoleScaler once, with the current number of workers. After that, only an
+autoscaler, its own or an external one, writes the replicas. Only the operator writes the replicas of
+Deployments.
 """
 
 from __future__ import annotations
@@ -10,11 +14,69 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from baton_operator import names
+from baton_operator.cluster.api_resources import API as API
+from baton_operator.cluster.state import ClusterState
 from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.kinds.worker_role import WorkerRole
+from baton_operator.manifests.objects import Manifest, owned
 from baton_operator.rollout.decision import RoleName
-from baton_operator.scaling import role_scalers
 from baton_operator.scaling.decision import decide, utilisation
 from baton_operator.scaling.sample import RoleMemory, RoleSample, ScalingDecision, ScalingPolicy
+
+KIND = "RoleScaler"
+
+
+def worker_roles(spec: InferenceServiceSpec) -> dict[RoleName, WorkerRole]:
+    """Return the roles of a spec by name."""
+    decode: dict[RoleName, WorkerRole] = {"decode": spec.decode}
+    return {"prefill": spec.prefill, **decode} if spec.prefill is not None else decode
+
+
+def labels_of(name: str) -> tuple[str, ...]:
+    """Return the role labels of its workers. Those of a service without prefill workers have `both`."""
+    return ("decode", "both") if name == "decode" else (name,)
+
+
+def targets(cluster: ClusterState, spec: InferenceServiceSpec) -> dict[RoleName, int]:
+    """Return the desired number of workers per role; 0 for a missing role."""
+    scalers = {
+        name: cluster.find(API, KIND, names.role(cluster.owner.name, name)) for name in worker_roles(spec)
+    }
+    return {
+        "prefill": 0,
+        **{name: desired_workers(role, scalers[name]) for name, role in worker_roles(spec).items()},
+    }
+
+
+def scaler(cluster: ClusterState, name: RoleName, current: int) -> Manifest:
+    """Return a new RoleScaler. It starts with the `current` number of workers, so the role does not jump."""
+    owner = cluster.owner
+    body = {"spec": {"serviceName": owner.name, "role": name, "replicas": current}}
+    labels = names.of_role(owner.name, name)
+    return owned(owner, API, KIND, names.role(owner.name, name), body, labels)
+
+
+def scaled(role: WorkerRole, replicas: int) -> int:
+    """
+    Return the requested replicas within the bounds of the role.
+
+    >>> from baton_operator.kinds.worker_role import Scaling
+    >>> scaled(WorkerRole(scaling=Scaling(min_replicas=1, max_replicas=4)), 9)
+    4
+    """
+    if role.scaling is None:
+        return replicas
+    return max(role.scaling.min_replicas, min(replicas, role.scaling.max_replicas))
+
+
+def desired_workers(role: WorkerRole, scaler: Manifest | None = None) -> int:
+    """Return the desired number of workers. `scaler`: its RoleScaler, if it exists."""
+    if role.scaling is None:
+        return 1 if role.replicas is None else role.replicas
+    # A new service starts with one worker, even if it may scale to zero.
+    return scaled(role, scaler["spec"]["replicas"] if scaler else 1)
+
 
 FULL = 0.9
 """Utilization of decode workers above which further prompts would only wait."""
@@ -92,7 +154,7 @@ class ScalingSettings:
 
 def policy_of(spec: InferenceServiceSpec, name: RoleName) -> ScalingPolicy:
     """Return the policy of a role with `scaling`."""
-    scaling = role_scalers.roles(spec)[name].scaling
+    scaling = worker_roles(spec)[name].scaling
     assert scaling is not None
     wanted = spec.autoscaling
     first_token_s = spec.objectives.time_to_first_token.seconds

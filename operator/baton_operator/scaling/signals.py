@@ -155,8 +155,8 @@ def _decode(metrics: ServiceMetrics, pods: RolePods, objective_s: float) -> _OfR
 
 def _fuller(*parts: Measurement) -> Measurement:
     """Return the larger value. If one is unknown, the other counts only if it means overload."""
-    largest = max((one for one in parts if one.has_value), key=lambda one: one.value or 0.0, default=None)
-    missing = next((one for one in parts if not one.has_value), None)
+    largest = max((part for part in parts if part.has_value), key=lambda one: one.value or 0.0, default=None)
+    missing = next((part for part in parts if not part.has_value), None)
     return missing if missing and not (largest and largest.above(HIGH)) else largest or parts[0]
 
 
@@ -212,5 +212,5 @@ def _less(whole: Measurement, part: Measurement) -> Measurement:
 
 def _sum(*parts: Measurement) -> Measurement:
     """Return the sum; unknown if any part is."""
-    missing = next((one for one in parts if not one.has_value), None)
-    return missing if missing is not None else Measurement.of(sum(one.value or 0.0 for one in parts))
+    missing = next((part for part in parts if not part.has_value), None)
+    return missing if missing is not None else Measurement.of(sum(part.value or 0.0 for part in parts))

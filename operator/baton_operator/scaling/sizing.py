@@ -1,5 +1,5 @@
 """
-The size of one worker of each role, from a profile and the forecast lengths of requests.
+The size of one worker of each role, from a profile and the forecast lengths of requests; its batch slots.
 
 A profile gives the time of a prompt of any length, and of a step with any batch and context. One forecast
 sizes both roles at each decision and names the limit that each of them reaches first. Measurements correct
@@ -19,12 +19,39 @@ from baton_api import profiles
 from baton_api.errors import SetupError
 from baton_api.profiles import PrefillLine, Profile, StepLine
 from baton_operator.cluster.api_server import ApiServer
+from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.role_scaler import Bound
 from baton_operator.kinds.service_policies import Objectives, ProfileSource
+from baton_operator.manifests.engines import ENGINES
+from baton_operator.manifests.engines.container import last_value
 from baton_operator.rollout.decision import RoleName
 from baton_operator.scaling.history import TREND_S, TimedValue, forecast
 from baton_operator.scaling.sample import WorkerSize
 from baton_operator.scaling.signals import ServiceMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSlots:
+    """Batch slots of one worker."""
+
+    count: int
+    exact: bool
+    """Whether an argument names them. If not, a worker has at least so many by the engine's defaults."""
+
+
+def decode_slots(spec: InferenceServiceSpec) -> DecodeSlots | None:
+    """Return the slots; None for engines that report them, or are not known. Arguments of the role override
+    those of all workers.
+    """
+    slots = ENGINES[spec.engine.type].slots
+    if slots is None:
+        return None
+    arguments = [*spec.engine.args, *spec.decode.args]
+    value = last_value(arguments, slots.flag)
+    if value.isdecimal() and int(value):
+        return DecodeSlots(int(value), exact=True)
+    return DecodeSlots(slots.default(spec, arguments), exact=False)
+
 
 Line = TypeVar("Line", PrefillLine, StepLine)
 
@@ -125,7 +152,7 @@ def _decode(
         # The number of streams varies. Excess streams queue for blocks and slots, but delay all tokens.
         "InterTokenLatency": max(1.0, in_time - CHANCE * math.sqrt(in_time)) if in_time else 0.0,
     }
-    bound = min(limits, key=lambda one: limits[one])
+    bound = min(limits, key=lambda limit: limits[limit])
     if not (streams := limits[bound]):
         return WorkerSize(0.0, bound)
     answer, context = objectives.output_tokens, profiles.mean_context(objectives)
@@ -161,7 +188,7 @@ def _with(samples: tuple[TimedValue, ...], value: float | None, now: float) -> t
     """Add a value and drop old ones. The last value stays, however old."""
     if value is None:
         return samples
-    return (*(one for one in samples if one[0] > now - TREND_S), (now, value))
+    return (*(sample for sample in samples if sample[0] > now - TREND_S), (now, value))
 
 
 def _forecast(samples: tuple[TimedValue, ...], otherwise: float, ahead_s: float) -> float:

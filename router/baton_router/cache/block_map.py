@@ -15,7 +15,11 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from baton_api.kv_events import AllBlocksCleared, BlockStored, Event
+from baton_api.kv_events import (
+    AllBlocksCleared,
+    BlockStored,
+    Event,
+)
 from baton_router.cache.prefix_index import PrefixIndex, match_any
 from baton_router.cache.prompt_chunks import PromptChunks
 from baton_router.cache.tiers import Tier, tier_of

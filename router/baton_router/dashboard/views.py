@@ -49,7 +49,7 @@ def service_view(
         "everything": tenant.admin,
         "refusal": "The router is draining." if draining else _refusal(workers, tenant, now),
         "models": [name for name in workers.models() if tenant.may_use(name)],
-        "workers": [_worker(one, running, tenant, now) for one in shown[:WORKERS_LIMIT]],
+        "workers": [_worker(worker, running, tenant, now) for worker in shown[:WORKERS_LIMIT]],
         "workers_left_out": max(0, len(shown) - WORKERS_LIMIT),
         "waiting": _waiting(queue, now) if tenant.admin else None,
         "pace": asdict(service_rates(own, now)),
@@ -232,8 +232,12 @@ def request_view(placement: Placement, tenant: Tenant, epoch: Epoch) -> dict[str
         "outcome": outcome(placement),
         "streams": placement.request.streams,
         "phases": [
-            {"name": one.name, "start": epoch(one.start), "end": None if one.end is None else epoch(one.end)}
-            for one in request_phases(times_of(placement), report)
+            {
+                "name": phase.name,
+                "start": epoch(phase.start),
+                "end": None if phase.end is None else epoch(phase.end),
+            }
+            for phase in request_phases(times_of(placement), report)
         ],
         "prompt_tokens": report.tokens if report else None,
         "cached_tokens": report.cached if report else None,

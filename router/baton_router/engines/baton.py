@@ -15,7 +15,7 @@ import msgspec
 
 from baton_api import headers, tickets
 from baton_api.prompt_report import PromptReport
-from baton_api.resuming import Resumption, with_resumption
+from baton_api.stream_comments import Resumption, with_resumption
 from baton_api.workers import Load, Role
 from baton_http.sse import EventStream
 from baton_http.upstream import UpstreamExchange

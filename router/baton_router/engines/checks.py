@@ -13,10 +13,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from baton_api.engines import EngineKind
-from baton_api.workers import Load, Role
-from baton_http.http_client import Reply, ReplyTooLarge, fetch
-from baton_http.upstream import Headers, Upstream
+from baton_api.workers import EngineKind, Load, Role
+from baton_http.upstream import Headers, Reply, ReplyTooLarge, Upstream, fetch
 
 REPLY_LIMIT = 4 * 1024**2
 """Maximum bytes of a reply; metrics of a worker are the longest."""

@@ -18,13 +18,20 @@ from collections.abc import Callable
 from typing import Protocol
 
 from baton_api import headers
-from baton_api.answer_usage import AnswerUsage
 from baton_api.prompt_report import Fallback, PromptReport
+from baton_api.stream_comments import AnswerUsage
 from baton_http.client_connection import ClientConnection
-from baton_http.http_client import ReplyTooLarge, UpstreamPool, read_body
 from baton_http.replies import with_length
 from baton_http.sse import EventStream, is_event_stream, usage_tokens
-from baton_http.upstream import Headers, Sink, UpstreamExchange, UpstreamLost
+from baton_http.upstream import (
+    Headers,
+    ReplyTooLarge,
+    Sink,
+    UpstreamExchange,
+    UpstreamLost,
+    UpstreamPool,
+    read_body,
+)
 from baton_router.engines.heads import WorkerHead
 from baton_router.requests.inference_request import InferenceRequest
 from baton_router.requests.picker import Grant, Picker, RequestEnd, WorkerLoss

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
-from baton_api.engines import EngineKind
 from baton_api.prompt_report import PromptReport
-from baton_api.workers import Load, Role
+from baton_api.workers import EngineKind, Load, Role
 from baton_http.sse import EventStream
 from baton_http.upstream import UpstreamExchange
 from baton_router.engines.bodies import openai_error

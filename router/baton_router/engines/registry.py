@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from baton_api.engines import EngineKind
-from baton_http.http_client import Reply
+from baton_api.workers import EngineKind
+from baton_http.upstream import Reply
 from baton_router.engines.checks import OK, WorkerApi
 from baton_router.engines.engine_request import FAILED
 from baton_router.engines.spec import EngineSpec

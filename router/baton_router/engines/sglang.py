@@ -22,9 +22,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from baton_api.engines import EngineKind
 from baton_api.prompt_report import PromptReport
-from baton_api.workers import Load, Role
+from baton_api.workers import EngineKind, Load, Role
 from baton_http.sse import EventStream
 from baton_http.upstream import UpstreamExchange, UpstreamLost
 from baton_router.cache.tiers import Tier

@@ -24,10 +24,9 @@ from typing import Any
 
 import msgspec
 
-from baton_api.engines import TRTLLM_OWNER, EngineKind
 from baton_api.errors import InvalidRequest
 from baton_api.prompt_report import Fallback, PromptReport
-from baton_api.workers import Load
+from baton_api.workers import TRTLLM_OWNER, EngineKind, Load
 from baton_http.sse import EventStream
 from baton_http.upstream import UpstreamExchange
 from baton_router.engines.bodies import openai_error, read_options, with_members
@@ -230,7 +229,7 @@ class TrtllmChecks:
 
 def _is_trtllm(models: Any) -> bool:
     entries = models.get("data")
-    owners = [one.get("owned_by") for one in entries] if isinstance(entries, list) else []
+    owners = [entry.get("owned_by") for entry in entries] if isinstance(entries, list) else []
     return TRTLLM_OWNER in owners
 
 

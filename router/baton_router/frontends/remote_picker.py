@@ -20,8 +20,8 @@ import msgspec
 
 from baton_api.errors import NotReady, Overloaded
 from baton_api.prompt_report import PromptReport
-from baton_http.http_client import UpstreamPool
 from baton_http.link import LinkProtocol
+from baton_http.upstream import UpstreamPool
 from baton_router.frontends import link
 from baton_router.frontends.link import (
     AnswerBegan,
@@ -201,18 +201,18 @@ class RemotePicker:
             waiting.outcome.set_exception(message.error.error())
 
     def _on_workers(self, workers: tuple[RegisteredWorker, ...]) -> None:
-        before = {one.name: one for one in self.workers}
+        before = {worker.name: worker for worker in self.workers}
         self.workers = workers
         self.scheduler_known.set()
-        for one in workers:
-            previous = before.pop(one.name, None)
-            self._upstreams.set_tls(one.name, one.secure)
-            if one.down_since and not (previous and previous.down_since):
-                self._upstreams.get(one.name).fail_silent(one.down_since)
-            if one.expired and not (previous and previous.expired):
-                self._upstreams.get(one.name).fail_all("drained")
+        for worker in workers:
+            previous = before.pop(worker.name, None)
+            self._upstreams.set_tls(worker.name, worker.secure)
+            if worker.down_since and not (previous and previous.down_since):
+                self._upstreams.get(worker.name).fail_silent(worker.down_since)
+            if worker.expired and not (previous and previous.expired):
+                self._upstreams.get(worker.name).fail_all("drained")
         self._removed.update(before)
-        self._removed.difference_update(one.name for one in workers)
+        self._removed.difference_update(worker.name for worker in workers)
         self._drop_removed()
 
     def _drop_removed(self) -> None:

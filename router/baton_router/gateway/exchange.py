@@ -1,18 +1,32 @@
 """
-One HTTP request of a gateway: its messages come in order, and each gets its replies.
+One HTTP request of a gateway: where it goes, with which head and body, and what is seen of its response.
 
 The head waits for the body, because the prompt decides where the request goes. In full duplex mode the router
 returns every part of the body, unchanged; in buffered mode Envoy keeps the head and the body until it has the
 replies. The grant is released once: at the end of the response, or when the stream ends before it.
+
+The headers for the worker are those that the router itself would send: the prefill worker and its ticket, the
+cache salt, the key of the workers. A client's own `x-baton-*` headers are removed, or it could name a prefill
+worker of its choice.
+
+The router can neither retry nor repair a response. It reports to the scheduler when the response begins, and
+whether it was complete.
+
+Models, health and version are answered by the router itself: a worker knows its own model only.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import logging
+import socket
 import time
+from asyncio import get_running_loop
+from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
+from typing import Any
 
-from baton_api import logs
+from baton_api import headers, logs, tickets
 from baton_api.capacity import SharedCapacity
 from baton_api.errors import (
     BatonError,
@@ -20,24 +34,221 @@ from baton_api.errors import (
     InternalError,
     InvalidRequest,
     MethodNotAllowed,
+    NotReady,
     Overloaded,
     RouteNotFound,
 )
 from baton_api.inference_paths import PROXIED_PATHS
-from baton_http.replies import Scope, request_id
-from baton_router.engines.engine_request import PROMPT
-from baton_router.engines.heads import WorkerCredentials, response_headers
+from baton_api.keys import API_KEY, AUTHORIZATION
+from baton_api.prompt_report import PromptReport
+from baton_api.request_classes import CLASSES
+from baton_api.stream_comments import AnswerUsage
+from baton_api.workers import EngineKind
+from baton_http.replies import REQUEST_ID, Receive, Scope, Send, request_id
+from baton_http.sse import EventStream, is_event_stream, usage_tokens
+from baton_http.upstream import Headers
+from baton_router.engines.engine_request import BAD, BUSY, FAILED, OK, PROMPT, TAIL_LIMIT
+from baton_router.engines.heads import PREFILL, SALT, TENANT, TICKET, WorkerCredentials, response_headers
 from baton_router.engines.registry import ENGINES
 from baton_router.gateway import messages
-from baton_router.gateway.destination import destination_of, removed_headers, worker_headers
-from baton_router.gateway.local_endpoints import LocalEndpoints
-from baton_router.gateway.messages import ProcessingRequest, ProcessingResponse
-from baton_router.gateway.response_tracker import ResponseTracker
+from baton_router.gateway.messages import DESTINATION, ProcessingRequest, ProcessingResponse
 from baton_router.metrics.registry import RouterMetrics
 from baton_router.proxy import responses
-from baton_router.requests.inference_request import InferenceRequest
-from baton_router.requests.picker import DirectRoute, Picker
+from baton_router.requests.inference_request import CLASS, InferenceRequest
+from baton_router.requests.picker import DirectRoute, Grant, Picker, RequestEnd
 from baton_router.tenants.access import Authenticator, error_for, tenant_of
+
+_OURS = "x-baton-"
+
+_READ_BY_ROUTER = "accept-encoding"
+"""Removed, because the router reads the end of a response, which must not be compressed."""
+
+
+async def destination_of(worker: str) -> str:
+    """
+    The endpoint of a worker as `IP:PORT`, from its `host:port`. A host name is resolved.
+
+    Raises NotReady if the name has no address.
+    """
+    host, _, port = worker.rpartition(":")
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        pass
+    else:
+        return worker
+    try:
+        addresses = await get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise NotReady(
+            f"Cannot resolve the worker {worker}: {error.strerror}. A gateway needs its IP address.",
+            public="No worker that serves this model is ready.",
+        ) from error
+    address = str(addresses[0][4][0])
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def worker_headers(
+    grant: Grant,
+    request: InferenceRequest,
+    request_id: bytes,
+    destination: str,
+    credentials: WorkerCredentials,
+    now: float,
+) -> Headers:
+    """The headers to set on the request. `now` is Unix time."""
+    fields = [(DESTINATION.encode(), destination.encode()), (REQUEST_ID, request_id), *credentials.headers]
+    if grant.engine is not EngineKind.BATON:
+        return fields
+    if grant.control:
+        fields.append((PREFILL, grant.control.encode()))
+        if credentials.secret:
+            ticket = tickets.issue(credentials.secret, request_id.decode(), grant.control, now)
+            fields.append((TICKET, ticket.encode()))
+    if request.tenant.turn:
+        fields.append((TENANT, request.tenant.turn.encode()))
+    if request.tenant.salt:
+        fields.append((SALT, request.tenant.salt.encode()))
+    if CLASSES[request.priority_class].background:
+        fields.append((CLASS, headers.BATCH_CLASS.encode()))
+    if request.target.partition(b"?")[0] == responses.PATH.encode():
+        fields.append((responses.STATE, b"0"))  # the worker keeps no responses: another one may get the next
+    return fields
+
+
+def removed_headers(given: Headers, set_fields: Headers, credentials: WorkerCredentials) -> list[str]:
+    """Names of the client's headers that the worker does not get."""
+    kept = {name for name, _ in set_fields}
+    names = {name.decode("latin-1") for name, _ in given if name not in kept}
+    removed = {name for name in names if name.startswith(_OURS) or name == _READ_BY_ROUTER}
+    if not credentials.passes_keys and AUTHORIZATION not in kept:
+        removed.add(AUTHORIZATION.decode())
+    if not credentials.passes_keys:
+        removed.add(API_KEY.decode())
+    return sorted(removed)
+
+
+class ResponseTracker:
+    """The response of one grant, which this object releases once."""
+
+    def __init__(self, grant: Grant, picker: Picker, request: InferenceRequest) -> None:
+        self.grant = grant
+        self._request = request
+        self._picker = picker
+        self._events: EventStream | None = None
+        self._tail = b""
+        self._event_count = 0
+        self._elsewhere = False
+        self._released = False
+        self.status = 0
+        """Status of the response; 0 before it begins."""
+        self.report: PromptReport | None = None
+        """The worker's report of the prompt."""
+        self.ended = False
+        """Whether the last byte has passed."""
+        self.charged = AnswerUsage(0, 0)
+        """Tokens that count for the tenant, once it is released."""
+
+    def begin(self, status: int, given: Headers, *, elsewhere: bool = False) -> None:
+        """
+        The response begins. `elsewhere`: an endpoint that was not granted serves it.
+
+        Then nothing is learned about the granted worker.
+        """
+        self.status, self._elsewhere = status, elsewhere
+        if elsewhere:
+            return
+        if status in BUSY:
+            self._picker.full(self.grant)
+        elif status >= FAILED:
+            self._picker.failed(self.grant)
+        else:
+            if is_event_stream(given) and self._request.events is not None:
+                self._events = self._request.events()
+            raw = next((value for name, value in given if name == PROMPT), None)
+            self.report = None if raw is None else PromptReport.decode(raw.decode("latin-1"))
+            self._picker.began(self.grant, self.report)
+
+    def push(self, piece: bytes) -> None:
+        """A part of the body has passed."""
+        self._tail = (self._tail + piece[-TAIL_LIMIT:])[-TAIL_LIMIT:]
+        if self._events is not None:
+            self._event_count += self._events.push(piece).count(b"data: {")
+
+    def end(self) -> None:
+        """The last byte has passed."""
+        if self.ended or not self.status:
+            return
+        self.ended = True
+        if self._events is not None:
+            self._events.finish()
+        self.release()
+
+    def release(self) -> None:
+        """Release the grant; idempotent."""
+        if self._released:
+            return
+        self._released = True
+        tokens = self.tokens or None
+        self.charged = self._charge(tokens)
+        charged = sum(self.charged)
+        end = RequestEnd(complete=self.complete, tokens=tokens, charged=charged)
+        self._picker.release(self.grant, end)
+
+    def _charge(self, tokens: int | None) -> AnswerUsage:
+        """The tokens to charge: as far as they were counted, and the most that was reserved where not."""
+        if self._elsewhere or self.status >= BAD:
+            return AnswerUsage(0, 0)
+        cost = self._request.cost
+        if tokens is None:
+            tokens = 0 if self._request.streams else cost.most_answer_tokens(self.grant.usual_tokens)
+        prompt = self.report.tokens + cost.others() if self.report else self.grant.prompt_tokens
+        return AnswerUsage(prompt, tokens)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the whole answer has passed."""
+        whole = self.ended and self.status == OK and not self._elsewhere
+        return whole and (self._events is None or self._events.complete)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the answer: its usage, otherwise the events of a stream; 0 if unknown."""
+        return usage_tokens(self._tail) or self._event_count
+
+
+PATHS = frozenset({"/v1/models", "/health", "/ready", "/ping", "/version", "/openapi.json"})
+MODEL = "/v1/models/"
+
+
+class LocalEndpoints:
+    """Passes requests to the router's own application."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._app = app
+
+    def has(self, method: str, path: str) -> bool:
+        """Whether the router answers it."""
+        return method == "GET" and (path in PATHS or path.startswith(MODEL))
+
+    async def answer(self, scope: Scope) -> ProcessingResponse:
+        """The application's response to a request without a body."""
+        status, fields, body = 0, [], bytearray()
+
+        async def receive() -> MutableMapping[str, Any]:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            nonlocal status, fields
+            if message["type"] == "http.response.start":
+                status, fields = message["status"], message["headers"]
+            else:
+                body.extend(message.get("body", b""))
+
+        await self._app(scope, receive, send)
+        given: Headers = [(name, value) for name, value in fields if name != b"content-length"]
+        return messages.immediate(status, bytes(body), given)
+
 
 log = logging.getLogger(__name__)
 

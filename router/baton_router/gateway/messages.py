@@ -56,8 +56,8 @@ def mode_name(mode: int) -> str:
 def fields(http_headers: Any) -> list[tuple[bytes, bytes]]:
     """Names in lower case and values of an `HttpHeaders` message, with pseudo headers."""
     return [
-        (one.key.lower().encode("latin-1"), one.raw_value or one.value.encode())
-        for one in http_headers.headers.headers
+        (header.key.lower().encode("latin-1"), header.raw_value or header.value.encode())
+        for header in http_headers.headers.headers
     ]
 
 

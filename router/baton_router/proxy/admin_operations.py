@@ -17,9 +17,8 @@ import msgspec
 
 from baton_api.errors import BatonError, WorkerLost
 from baton_http.client_connection import ClientConnection, ClientDisconnected
-from baton_http.http_client import read_body
 from baton_http.replies import Receive, Scope, Send, request_id, send_error, send_json
-from baton_http.upstream import Headers, UpstreamLost
+from baton_http.upstream import Headers, UpstreamLost, read_body
 from baton_router.engines.heads import WorkerCredentials, WorkerHead
 from baton_router.settings import RouterSettings
 from baton_router.workers.worker import Worker, Workers, WorkerStatus

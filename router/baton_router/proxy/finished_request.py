@@ -6,7 +6,7 @@ import time
 
 from baton_api import otlp
 from baton_router.engines.engine_request import FAILED, OK, EngineRequest
-from baton_router.metrics.request_counters import RequestCounters
+from baton_router.metrics.registry import RequestCounters
 from baton_router.proxy.request_context import RequestContext
 from baton_router.proxy.tracing import RequestPhase, RequestTimes, RequestTrace, request_phases
 
@@ -94,7 +94,9 @@ def _children(trace: RequestTrace, context: RequestContext, now: float) -> list[
     times = RequestTimes(trace.began, context.sent, first_byte, ends[0], streams=bool(context.opened))
     no_tokens = not context.opened and not attempt.tokens  # vectors, or a refusal: no token comes
     phases = request_phases(times, attempt.report)
-    spans = [_phase(trace, one, attempt, now) for one in phases if one.name != "decode" or not no_tokens]
+    spans = [
+        _phase(trace, phase, attempt, now) for phase in phases if phase.name != "decode" or not no_tokens
+    ]
     for (at, attributes), until in zip(trace.resumptions, ends[1:], strict=True):
         spans.append(trace.span("continuation", at, until, otlp.attributes(attributes)))
     return spans

@@ -15,14 +15,13 @@ import random
 import time
 
 from baton_api import logs
-from baton_api.engines import EngineKind
 from baton_api.errors import BatonError, InternalError, NotReady, PoisonRequest
 from baton_api.metrics import ROUTER_CUT, ROUTER_RESUMES, ROUTER_RETRIES, STALE
 from baton_api.request_classes import CLASSES
+from baton_api.workers import EngineKind
 from baton_http.client_connection import ClientConnection, ClientDisconnected
-from baton_http.http_client import UpstreamPool
 from baton_http.replies import Receive, Scope, Send, send_error
-from baton_http.upstream import UpstreamLost
+from baton_http.upstream import UpstreamLost, UpstreamPool
 from baton_router.engines.engine_request import (
     BUSY,
     CRASH_CAUSES,
@@ -38,12 +37,11 @@ from baton_router.metrics.registry import RouterMetrics
 from baton_router.proxy import finished_request
 from baton_router.proxy.finished_request import CLIENT_CLOSED_REQUEST
 from baton_router.proxy.request_context import RequestContext
-from baton_router.proxy.retries import RetryBudget
-from baton_router.proxy.timeouts import FirstByteTimeout, IdleTimeout, first_byte_s
+from baton_router.proxy.timeouts import FirstByteTimeout, IdleTimeout, RetryBudget, first_byte_s
 from baton_router.proxy.tracing import Tracing
 from baton_router.requests.inference_request import InferenceRequest
 from baton_router.requests.picker import Grant, Picker, PickRequest
-from baton_router.scheduling.crash_history import LOSSES_LIMIT
+from baton_router.scheduling.outcome_attribution import LOSSES_LIMIT
 from baton_router.settings import RouterSettings
 from baton_router.tenants.access import error_for
 

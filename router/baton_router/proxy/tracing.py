@@ -24,9 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton_api import otlp, trace_context
-from baton_api.otlp import Attributes
+from baton_api.otlp import Attributes, Spans, open_spans
 from baton_api.prompt_report import PromptReport
-from baton_api.spans import Spans, open_spans
 from baton_api.trace_context import TraceContext
 from baton_http.upstream import Headers
 from baton_router.settings import RouterSettings

@@ -27,7 +27,7 @@ from baton_api.hashing import client_salt
 from baton_api.json_text import check_values
 from baton_api.limits import ALL_CHOICES
 from baton_api.request_classes import CLASSES
-from baton_api.resuming import BODY as RESUMPTION
+from baton_api.stream_comments import BODY as RESUMPTION
 from baton_http.replies import Scope
 from baton_http.sse import EventStream, GenerateStream, ResponseStream
 from baton_http.upstream import Headers
@@ -131,7 +131,7 @@ def _count(value: object) -> int:
 
 def _limit(*values: object) -> int | None:
     """The first one that is a limit of tokens."""
-    return next((min(one, MOST_TOKENS) for one in values if type(one) is int and one >= 0), None)
+    return next((min(value, MOST_TOKENS) for value in values if type(value) is int and value >= 0), None)
 
 
 class ChatBody(AnswerOptions, kw_only=True):
@@ -318,8 +318,8 @@ def _prompt(body: RequestBody, root: int) -> tuple[PromptChunks, OtherPrompts]:
         text, others = _texts(raw)
         return prompt_chunks.chunk_text(text, root), others
     scored = [one for one in (body.documents, body.text_1, body.text_2) if one is not None]
-    count = max((len(one) for one in scored if isinstance(one, list)), default=1)
-    size = sum(len(msgspec.json.encode(one)) for one in scored)
+    count = max((len(value) for value in scored if isinstance(value, list)), default=1)
+    size = sum(len(msgspec.json.encode(value)) for value in scored)
     return NO_CHUNKS, OtherPrompts(count, size) if scored else ALONE
 
 
@@ -333,7 +333,7 @@ def _texts(raw: msgspec.Raw) -> tuple[bytes, OtherPrompts]:
         return bytes(raw), ALONE
     if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], str | list):
         return _text(prompt, raw), ALONE
-    others = sum(len(_text(one, b"")) for one in prompt[1:])
+    others = sum(len(_text(part, b"")) for part in prompt[1:])
     return _text(prompt[0], raw), OtherPrompts(len(prompt) - 1, others)
 
 

@@ -14,9 +14,9 @@ from typing import Protocol
 
 import msgspec
 
-from baton_api.engines import EngineKind
 from baton_api.prompt_report import PromptReport
 from baton_api.request_classes import CLASSES, DEFAULT_CLASS
+from baton_api.workers import EngineKind
 from baton_router.cache.prompt_chunks import BYTES_PER_TOKEN, PromptChunks
 from baton_router.tenants.tenants import TenantLimits
 

@@ -1,7 +1,7 @@
 """
 A stream's resume state: the tokens that were sent, and how the answer began.
 
-The worker reports both in comments between its events (`baton_api.resuming`). The router removes the
+The worker reports both in comments between its events (`baton_api.stream_comments`). The router removes the
 comments, and forwards an event only once its tokens are known. The text that the client has and the text
 that is resumed are therefore the same, wherever the connection breaks.
 """
@@ -13,9 +13,17 @@ from typing import ClassVar
 import msgspec
 
 from baton_api import anthropic
-from baton_api.answer_usage import COMMENT, take_comments
 from baton_api.errors import BatonError
-from baton_api.resuming import BEGINS, TOKENS, Beginning, Resumption, read_line, read_numbers
+from baton_api.stream_comments import (
+    BEGINS,
+    COMMENT,
+    TOKENS,
+    Beginning,
+    Resumption,
+    read_line,
+    read_numbers,
+    take_comments,
+)
 from baton_http.sse import DONE, MESSAGE_STOP, EventStream
 
 WAITING_LIMIT = 1024 * 1024

@@ -11,8 +11,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from baton_api.engines import EngineKind
 from baton_api.errors import NotReady
+from baton_api.workers import EngineKind
 from baton_router.requests.picker import DirectRoute
 from baton_router.scheduling.pair_selection import LOCAL_PREFILL, PairOption, WorkerGroup
 from baton_router.workers.costs import BytesPerToken, TransferCost
@@ -132,17 +132,19 @@ class CandidateCache:
     ) -> Candidates | None:
         decodes = self._workers.serving(model, excluded, now)
         if direct is not None:
-            decodes = [one for one in decodes if direct.reaches(one.name)]
+            decodes = [worker for worker in decodes if direct.reaches(worker.name)]
         if not decodes:
             return None
         prefills = [one for one in usable(self._workers.prefill, now) if one.name not in excluded]
-        if any(one.is_adapter(model) for one in decodes):
-            prefills = [one for one in prefills if one.is_adapter(model)]
+        if any(worker.is_adapter(model) for worker in decodes):
+            prefills = [worker for worker in prefills if worker.is_adapter(model)]
         if direct is not None:
             # Only Baton's decode worker fetches a prompt by itself, from the control address in a header.
-            prefills = [one for one in prefills if one.control and one.engine_kind is EngineKind.BATON]
-        groups = {one.group for one in prefills}
-        able = [one for one in decodes if one.computes_prompts or one.group in groups]
+            prefills = [
+                worker for worker in prefills if worker.control and worker.engine_kind is EngineKind.BATON
+            ]
+        groups = {worker.group for worker in prefills}
+        able = [worker for worker in decodes if worker.computes_prompts or worker.group in groups]
         if not able:
             reason = "no prefill worker of its kind is ready"
             if direct is not None:

@@ -18,7 +18,10 @@ from baton_api.prompt_report import PromptReport
 from baton_router.cache.prompt_chunks import PromptChunks
 from baton_router.requests.picker import PickRequest
 from baton_router.scheduling.candidates import Candidates, WorkerPair
-from baton_router.scheduling.pair_selection import PairOption, PlainOption
+from baton_router.scheduling.pair_selection import (
+    PairOption,
+    PlainOption,
+)
 from baton_router.scheduling.quotas import QuotaReservation
 from baton_router.scheduling.restoring import Restored
 from baton_router.workers.worker import Worker

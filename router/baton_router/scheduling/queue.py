@@ -32,16 +32,17 @@ from baton_router.scheduling.admission import (
 )
 from baton_router.scheduling.placement import Placement
 from baton_router.scheduling.placement_planner import PlacementPlanner
-from baton_router.scheduling.priority_queue import LEVELS, PriorityQueue
-from baton_router.scheduling.queued_request import (
+from baton_router.scheduling.priority_queue import (
+    LEVELS,
     NEARLY_DONE_S,
+    PriorityQueue,
     QueuedRequest,
+    QueueEntry,
     QueueWakeup,
     has_capacity,
     has_spare_blocks,
     prompt_tokens,
 )
-from baton_router.scheduling.tenant_queue import QueueEntry
 from baton_router.settings import RouterSettings
 
 TICK_S = 0.1
@@ -110,7 +111,7 @@ class Queue:
 
     def _entries(self) -> Iterator[QueuedRequest]:
         for pool in self._pools.values():
-            yield from (cast(QueuedRequest, entry) for entry in pool.entries)
+            yield from (cast("QueuedRequest", entry) for entry in pool.entries)
 
     async def place(self, request: PickRequest) -> Placement:
         """
@@ -266,7 +267,7 @@ class Queue:
         soonest = TICK_S
         for pool in list(self._pools.values()):
             for entry in pool.entries.expire(now):
-                self._give_up(cast(QueuedRequest, entry), pool, now)
+                self._give_up(cast("QueuedRequest", entry), pool, now)
             if not pool.entries:
                 continue
             if pool.wakeup.may_go(self._settings.prefill_tokens, now):

@@ -18,10 +18,9 @@ from baton_api.background import BackgroundTasks
 from baton_api.errors import PoisonRequest
 from baton_api.metrics import BackgroundTask
 from baton_api.prompt_report import Fallback, PromptReport
-from baton_http.http_client import UpstreamPool
+from baton_http.upstream import UpstreamPool
 from baton_router.requests.picker import UNREACHABLE, Grant, PickRequest, RequestEnd, WorkerLoss
-from baton_router.scheduling.crash_history import CrashHistory
-from baton_router.scheduling.outcome_attribution import OutcomeAttribution
+from baton_router.scheduling.outcome_attribution import CrashHistory, OutcomeAttribution
 from baton_router.scheduling.placement import Placement
 from baton_router.scheduling.placement_planner import PlacementPlanner
 from baton_router.scheduling.policies import POLICIES

@@ -22,11 +22,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from baton_api import installing, runner_tokens
+from baton_api import installing
 from baton_api.errors import BatonError, Forbidden, ModelNotFound, NotReady, SetupError, Unauthorized
 from baton_api.headers import BATCH_CLASS
 from baton_api.inference_paths import PROXIED_PATHS
 from baton_api.keys import AUTHORIZATION, HEALTH_PATHS, Keys, bearer, with_authorization
+from baton_batches import runner_credentials
 from baton_batches.runner_credentials import RunnerSecret
 from baton_http.replies import Scope
 from baton_router.settings import RouterSettings
@@ -224,7 +225,7 @@ RUNNER_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embedd
 OWNER = "baton.owner"
 """Key of a scope: the owner of the batch to which a request belongs."""
 
-RUNNER_AUTHORIZATION = b"Bearer " + runner_tokens.PREFIX.encode()
+RUNNER_AUTHORIZATION = b"Bearer " + runner_credentials.PREFIX.encode()
 """Prefix of the header that only batch runners send."""
 
 _TENANT = b"tenant:"
@@ -253,8 +254,8 @@ class RunnerAuthenticator:
         Raises Unauthorized, NotReady for an owner that has lost access, and StorageUnavailable.
         """
         key = authorization.decode("latin-1").removeprefix("Bearer ")
-        token = runner_tokens.read(await self._secret.get(), key, self._now())
-        if token is None or token.epoch == runner_tokens.START or scope["path"] not in RUNNER_PATHS:
+        token = runner_credentials.read(await self._secret.get(), key, self._now())
+        if token is None or token.epoch == runner_credentials.START or scope["path"] not in RUNNER_PATHS:
             raise Unauthorized
         scope[OWNER] = owner = bytes.fromhex(token.owner)
         scope["headers"] = [header for header in scope["headers"] if header[0] != AUTHORIZATION]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 else:
     ClassName = Literal[tuple(CLASSES)]
 
-OPEN_CLASSES: frozenset[str] = frozenset(name for name, one in CLASSES.items() if one.open)
+OPEN_CLASSES: frozenset[str] = frozenset(name for name, row in CLASSES.items() if row.open)
 """Classes of tenants without a list of classes: others must be allowed explicitly."""
 
 FILE_LIMIT = 4 * 1024 * 1024
@@ -251,4 +251,6 @@ def _tenant(place: str, entry: TenantEntry, secret: bytes) -> Tenant:
 
 def _default_class(classes: frozenset[str], wanted: str) -> str:
     """`wanted` if it is allowed, else the least urgent one that is; `wanted` again if none is."""
-    return wanted if wanted in classes else next((one for one in reversed(CLASSES) if one in classes), wanted)
+    return (
+        wanted if wanted in classes else next((name for name in reversed(CLASSES) if name in classes), wanted)
+    )

@@ -13,9 +13,8 @@ from collections.abc import Callable
 import msgspec
 
 from baton_api.background import BackgroundTasks
-from baton_api.engines import EngineKind
 from baton_api.metrics import BackgroundTask
-from baton_api.workers import Load
+from baton_api.workers import EngineKind, Load
 from baton_http.upstream import UpstreamLost
 from baton_router.engines.checks import INVALID_REPLY_ERRORS, EngineChecks, WorkerApi
 from baton_router.engines.heads import WorkerCredentials

@@ -17,12 +17,11 @@ import zmq
 import zmq.asyncio
 
 from baton_api.background import BackgroundTasks
-from baton_api.engines import EngineKind
 from baton_api.errors import BatonError
 from baton_api.kv_events import REPLAY_END, EventBatch, Frames, SnapshotFrame, sequence_bytes
 from baton_api.metrics import BackgroundTask
-from baton_api.workers import Load
-from baton_http.http_client import request_head
+from baton_api.workers import EngineKind, Load
+from baton_http.upstream import request_head
 from baton_router.cache.block_map import Tree
 from baton_router.cache.kv_feed import FeedRequest, KvEventFeed
 from baton_router.cache.token_blocks import TokenBlockSink
@@ -82,7 +81,7 @@ class KvSubscribers:
                     self._tend(context)
                 await asyncio.sleep(CHECK_S)
         finally:
-            await asyncio.gather(*(one.end() for one in self.subscribers.values()))
+            await asyncio.gather(*(subscriber.end() for subscriber in self.subscribers.values()))
             self.subscribers.clear()
             context.destroy(linger=0)
 

@@ -86,7 +86,7 @@ class PairingReview:
             return ""  # the reason why it is not ready says it
         listed = self._workers.decode if prefills else self._workers.prefill
         counterparts = [one for one in listed if one.revision == worker.revision]
-        if any(not _reported(one) and not one.health.down for one in counterparts):
+        if any(not _reported(counterpart) and not counterpart.health.down for counterpart in counterparts):
             return ""
         reasons = []
         for other in filter(None, map(_side, counterparts)):

@@ -12,7 +12,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable
 
-from baton_http.http_client import UpstreamPool
+from baton_http.upstream import UpstreamPool
 from baton_router.workers.discovery.listed import ListedStatus, ListedWorker, list_changes, merge_lists
 from baton_router.workers.worker import Worker, Workers
 from baton_router.workers.worker_state import WorkerStates
@@ -56,10 +56,10 @@ class WorkerRegistration:
         self._present = desired
         for name in change.removed:
             self._remove(self._by_name[name])
-        for one in change.added:
-            self._add(one)
-        for one in change.status_changed:
-            self._set_status(self._by_name[one.name], one.discovery_status)
+        for worker in change.added:
+            self._add(worker)
+        for worker in change.status_changed:
+            self._set_status(self._by_name[worker.name], worker.discovery_status)
 
     def release_expired(self) -> None:
         """Remove leaving workers that are done or whose drain time is over."""

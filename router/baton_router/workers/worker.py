@@ -1,24 +1,201 @@
 """
-The workers of the router: address, health, and whether they can be chosen.
+A worker of the router: address, health, booked work, circuit breaker, and whether it can be chosen.
 
 `WorkerHealth` is a value without clock or socket: an observation with its time gives the next value. Health
 checks run every few seconds (`answered`, `missed`); failed requests eject a worker in between (`breaker`). If
 more than half of the workers would be ejected, the fault is elsewhere, and all stay candidates.
+
+A prompt is booked with its predicted seconds when it is sent, and released with its first token. A worker
+computes prompts one after the other, so the backlog ahead of a new one is the sum of the bookings. The time
+for which the first of them has been computed is subtracted. Otherwise a worker that is nearly done would look
+as busy as one that has just begun.
+
+    closed -> open, for a pause -> half open: one request decides -> closed, or open for twice as long
+
+A breaker is a value: each method takes an outcome and its time and returns the next breaker. Only failures of
+the worker count. A busy worker, or one that rejects an invalid request, is healthy. Without recent failures,
+a request costs a check of two fields.
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from baton_api.engines import EngineKind
 from baton_api.errors import ModelNotFound, NotReady
-from baton_api.workers import Load, Role
+from baton_api.workers import EngineKind, Load, Role
 from baton_http.upstream import Upstream
-from baton_router.workers.circuit_breaker import CircuitBreaker
 from baton_router.workers.discovery.listed import ListedStatus
+
+FAILURES_IN_A_ROW = 5
+"""Consecutive failures that open the breaker."""
+
+WINDOW = 20
+"""Latest outcomes, from a failure on, that open the breaker if half of them are failures."""
+
+WINDOW_S = 10.0
+"""Seconds within which these outcomes must have come."""
+
+PAUSE_S = 2.0
+"""Seconds of the first pause; each further pause is twice as long."""
+
+PAUSE_LIMIT_S = 60.0
+"""Maximum seconds of a pause. After this time without one, the next pause is a first one again."""
+
+
+@dataclass(frozen=True, slots=True)
+class CircuitBreaker:
+    """The breaker of one worker. Requests have unique numbers > 0."""
+
+    failures: int = 0
+    """Consecutive ones."""
+    recent: tuple[tuple[float, bool], ...] = ()
+    """Times of outcomes and whether they were failures, from a failure on; the newest last."""
+    openings: int = 0
+    """Consecutive pauses, less than `PAUSE_LIMIT_S` apart."""
+    opened: bool = False
+    since: float = 0.0
+    """When it last opened or closed."""
+    probe: int = 0
+    """Number of the running request that decides whether the breaker closes; 0 without one."""
+
+    @property
+    def until(self) -> float:
+        """The end of the pause, if it is open."""
+        return self.since + min(PAUSE_S * 2.0 ** min(self.openings - 1, 10), PAUSE_LIMIT_S)
+
+    def refuses(self, now: float) -> bool:
+        """Whether the worker should get no request now."""
+        return self.opened and (now < self.until or self.probe != 0)
+
+    def sent(self, number: int, now: float) -> CircuitBreaker:
+        """A request was sent to the worker, even if the breaker refuses."""
+        if not self.opened or self.refuses(now):
+            return self
+        return replace(self, probe=number)
+
+    def served(self, number: int, now: float) -> CircuitBreaker:
+        """A request was answered with a status that is not the worker's fault."""
+        if self.opened:
+            if number != self.probe:
+                return self  # sent before the pause, or as a last resort: one answer proves nothing
+            return CircuitBreaker(openings=self.openings, since=now)
+        if not self.failures and not self.recent:
+            return self
+        recent = (*self.recent, (now, False))[-WINDOW:]
+        return replace(self, failures=0, recent=recent if any(failed for _, failed in recent) else ())
+
+    def failed(self, number: int, now: float) -> CircuitBreaker:
+        """A request failed because of the worker."""
+        if self.opened:
+            return self._open(now) if number == self.probe else self
+        recent = (*self.recent, (now, True))[-WINDOW:]
+        half = len(recent) == WINDOW and now - recent[0][0] <= WINDOW_S
+        half = half and 2 * sum(failed for _, failed in recent) >= WINDOW
+        if half or self.failures + 1 >= FAILURES_IN_A_ROW:
+            return self._open(now)
+        return replace(self, failures=self.failures + 1, recent=recent)
+
+    def release(self, number: int) -> CircuitBreaker:
+        """A request has ended; if it was the probe and decided nothing, another one may be."""
+        return replace(self, probe=0) if number and number == self.probe else self
+
+    def _open(self, now: float) -> CircuitBreaker:
+        again = self.opened or now - self.since <= PAUSE_LIMIT_S
+        return CircuitBreaker(openings=self.openings + 1 if again else 1, opened=True, since=now)
+
+
+PROGRESS_LIMIT = 0.95
+"""Share of a booking that can have passed while it is not done: the rest is still to come."""
+
+
+class PrefillBookings:
+    """The prompts that one worker has to compute, in the order in which they were sent."""
+
+    __slots__ = ("_booked", "_head_began", "_head_s", "seconds", "tokens", "waiting")
+
+    def __init__(self) -> None:
+        self._booked: OrderedDict[int, tuple[float, int]] = OrderedDict()
+        """Number -> seconds, tokens."""
+        self._head_began = 0.0
+        self._head_s = 0.0
+        """Seconds of the first one that can have passed while it is not done."""
+        self.seconds = 0.0
+        """Of all bookings."""
+        self.tokens = 0
+        self.waiting = 0
+        """Number of bookings."""
+
+    def book(self, number: int, seconds: float, tokens: int, now: float) -> None:
+        """Add a prompt with `tokens` to compute in predicted `seconds`."""
+        if not self._booked:
+            self._head_began = now
+            self._head_s = PROGRESS_LIMIT * seconds
+            self.seconds = 0.0  # sums of floating point drift; an empty list is a chance to be exact
+        self._booked[number] = seconds, tokens
+        self.waiting += 1
+        self.seconds += seconds
+        self.tokens += tokens
+
+    def release(self, number: int, now: float) -> None:
+        """Remove a prompt that is computed, or never will be. Unknown numbers are ignored."""
+        booked = self._booked
+        if number not in booked:
+            return
+        was_head = next(iter(booked)) == number
+        seconds, tokens = booked.pop(number)
+        self.waiting -= 1
+        self.seconds -= seconds
+        self.tokens -= tokens
+        if was_head:
+            self._head_began = now
+            self._head_s = PROGRESS_LIMIT * next(iter(booked.values()))[0] if booked else 0.0
+
+    def waited_s(self, number: int, sent: float) -> float | None:
+        """
+        Seconds for which a prompt sent at `sent` waited until the worker began with it, by the bookings.
+
+        None if an earlier prompt is not done: then the worker computes several at once.
+        """
+        if number not in self._booked or next(iter(self._booked)) != number:
+            return None
+        return max(0.0, self._head_began - sent)
+
+    def backlog_s(self, now: float) -> float:
+        """Seconds until the worker would begin with another prompt."""
+        if not self.waiting:
+            return 0.0
+        progress = now - self._head_began
+        left = self.seconds - (progress if progress < self._head_s else self._head_s)
+        return left if left > 0.0 else 0.0
+
+
+class StreamBookings:
+    """The choices that one worker generates, or soon will."""
+
+    __slots__ = ("_booked", "count", "tokens")
+
+    def __init__(self) -> None:
+        self._booked: dict[int, tuple[int, int]] = {}
+        """Number of a request -> tokens, choices."""
+        self.tokens = 0
+        """Of all their contexts."""
+        self.count = 0
+
+    def book(self, number: int, tokens: int, choices: int = 1) -> None:
+        """Add a request, whose choices share the `tokens` of its prompts."""
+        self._booked[number] = tokens, choices
+        self.tokens += tokens
+        self.count += choices
+
+    def release(self, number: int) -> None:
+        tokens, choices = self._booked.pop(number, (0, 0))
+        self.tokens -= tokens
+        self.count -= choices
+
 
 MODEL_GONE_S = 600.0
 """Seconds for which a model without workers gives 503 and not 404: another worker may come soon."""
@@ -268,8 +445,8 @@ class Workers:
         """Remove a worker from the list: it gets no new requests and stays until `remove`."""
         before = set(self.models())
         worker.discovery_status = ListedStatus.TERMINATING
-        self.decode = tuple(one for one in self.decode if one is not worker)
-        self.prefill = tuple(one for one in self.prefill if one is not worker)
+        self.decode = tuple(listed for listed in self.decode if listed is not worker)
+        self.prefill = tuple(listed for listed in self.prefill if listed is not worker)
         self.leaving += (worker,)
         self._gone_models = {name: at for name, at in self._gone_models.items() if now - at < MODEL_GONE_S}
         self._gone_models.update(dict.fromkeys(before.difference(self.models()), now))
@@ -277,13 +454,13 @@ class Workers:
 
     def restore(self, worker: Worker) -> None:
         """List a leaving worker again."""
-        self.leaving = tuple(one for one in self.leaving if one is not worker)
+        self.leaving = tuple(listed for listed in self.leaving if listed is not worker)
         self.add(worker)
 
     def remove(self, worker: Worker) -> None:
         """Remove a leaving worker."""
         worker.removed = True
-        self.leaving = tuple(one for one in self.leaving if one is not worker)
+        self.leaving = tuple(listed for listed in self.leaving if listed is not worker)
         self._tell()
 
     async def changed(self) -> None:
@@ -302,7 +479,7 @@ class Workers:
 
     def context(self, model: str) -> int | None:
         """Context length that every worker of this model supports; None if unknown."""
-        loads = [one.health.load for one in self.decode if model in one.names]
+        loads = [worker.health.load for worker in self.decode if model in worker.names]
         return min((load.max_model_len for load in loads if load and load.max_model_len), default=None)
 
     def unavailable_reason(self, now: float) -> str | None:
@@ -325,7 +502,9 @@ class Workers:
         Without a `model`, any worker may take it, to reject it in its own words. Raises ModelNotFound, or
         NotReady if no worker can serve it, also while a worker has not reported its model yet.
         """
-        matching = self.decode if model is None else [one for one in self.decode if model in one.names]
+        matching = (
+            self.decode if model is None else [listed for listed in self.decode if model in listed.names]
+        )
         if not matching and self._surely_unknown(model, now):
             assert model is not None  # else every worker matches
             raise ModelNotFound(model, self.models())
@@ -349,7 +528,11 @@ class Workers:
         """Whether no worker serves this model, did so lately, or might after its first report."""
         if self.hold_models:
             return model is not None and model not in self.hold_models
-        if not self.decode or not self.complete() or any(one.health.load is None for one in self.decode):
+        if (
+            not self.decode
+            or not self.complete()
+            or any(worker.health.load is None for worker in self.decode)
+        ):
             return False
         return model is not None and now - self._gone_models.get(model, -MODEL_GONE_S) >= MODEL_GONE_S
 

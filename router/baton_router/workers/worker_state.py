@@ -16,15 +16,13 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from baton_api.engines import EngineKind
 from baton_api.profiles import Profile
 from baton_api.prompt_report import PromptReport
-from baton_api.workers import Load, Role
+from baton_api.workers import EngineKind, Load, Role
 from baton_router.cache.block_map import BlockMap
 from baton_router.cache.prefix_index import PrefixIndex
 from baton_router.cache.prompt_chunks import BYTES_PER_TOKEN, CHUNK_BYTES, PromptChunks
 from baton_router.cache.tiers import Tier
-from baton_router.workers.bookings import PrefillBookings, StreamBookings
 from baton_router.workers.costs import (
     DEFAULT_PRIOR,
     BytesPerToken,
@@ -35,7 +33,7 @@ from baton_router.workers.costs import (
     TransferCost,
     WorkerKind,
 )
-from baton_router.workers.worker import Worker
+from baton_router.workers.worker import PrefillBookings, StreamBookings, Worker
 
 ACCURACY_REQUESTS = 200
 """Requests in the average; fewer are not judged."""

@@ -20,8 +20,7 @@ import time
 from dataclasses import dataclass, field
 
 from baton_api import otlp
-from baton_api.otlp import Attributes
-from baton_api.spans import Spans, open_spans
+from baton_api.otlp import Attributes, Spans, open_spans
 from baton_api.trace_context import TraceContext
 
 SERVICE = "baton-worker"

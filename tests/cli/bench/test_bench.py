@@ -12,12 +12,10 @@ import pytest
 
 from baton_api.errors import SetupError
 from baton_api.profiles import Point
-from baton_cli.bench import load, prompts
+from baton_cli.bench import load
 from baton_cli.bench.connection import BROKEN, Answer, Endpoint
-from baton_cli.bench.load import ClientCost, LoadResult
-from baton_cli.bench.outcomes import Outcome, read
+from baton_cli.bench.load import BenchRequest, ClientCost, LoadResult, Measure, Outcome, Prompts, Shape, read
 from baton_cli.bench.profiler import fit, fitted, step_s
-from baton_cli.bench.prompts import BenchRequest, Measure, Prompts, Shape
 from baton_cli.bench.report import Objective, level
 
 
@@ -152,17 +150,17 @@ def test_trace_is_read_to_its_minute_and_errors_name_the_line(tmp_path: Path) ->
     path = tmp_path / "trace.jsonl"
     row = {"timestamp": 500, "input_length": 700, "output_length": 5, "hash_ids": [1, 2]}
     path.write_text(json.dumps(row) + "\n" + json.dumps({**row, "timestamp": 120_000}) + "\n")
-    assert list(prompts.rows(path, 1.0)) == [prompts.Row(0.5, 700, 5, (1, 2))]
-    assert len(list(prompts.rows(path, 3.0))) == 2
+    assert list(load.rows(path, 1.0)) == [load.Row(0.5, 700, 5, (1, 2))]
+    assert len(list(load.rows(path, 3.0))) == 2
     measure = Measure(tokens_per_word=1.0)
-    text = prompts.of_blocks((1, 2), 512, 700, measure)
+    text = load.of_blocks((1, 2), 512, 700, measure)
     assert len(text.split()) == 700
-    assert prompts.of_blocks((1, 3), 512, 700, measure).split()[:512] == text.split()[:512]
+    assert load.of_blocks((1, 3), 512, 700, measure).split()[:512] == text.split()[:512]
     path.write_text("{}\n")
     with pytest.raises(SetupError, match="line 1 is not in Mooncake's format"):
-        list(prompts.rows(path, 1.0))
+        list(load.rows(path, 1.0))
     with pytest.raises(SetupError, match="Cannot read the trace"):
-        list(prompts.rows(tmp_path / "none", 1.0))
+        list(load.rows(tmp_path / "none", 1.0))
 
 
 async def test_closed_loop_never_exceeds_its_clients() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from baton_api.engines import EngineKind
+from baton_api.workers import EngineKind
 from baton_cli.doctor.environment import ROUTERS_SECRET, WORKERS_SECRET
 from baton_cli.doctor.machine import (
     Crd,

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from baton_api.engines import EngineKind
+from baton_api.workers import EngineKind
 from baton_cli.doctor import engines
 from baton_cli.doctor.engines import engine_workers
 from baton_cli.doctor.machine import EngineWorker, Level

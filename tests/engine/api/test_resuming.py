@@ -11,8 +11,17 @@ from typing import Any
 import pytest
 
 from baton_api import anthropic, headers
-from baton_api.answer_usage import COMMENT, take_comments
-from baton_api.resuming import BEGINS, TOKENS, Beginning, Resumption, read_line, read_numbers, with_resumption
+from baton_api.stream_comments import (
+    BEGINS,
+    COMMENT,
+    TOKENS,
+    Beginning,
+    Resumption,
+    read_line,
+    read_numbers,
+    take_comments,
+    with_resumption,
+)
 from tests.engine.api.api import MODEL, USER, Api, open_api
 
 RESUMABLE = {headers.RESUMABLE: "1"}

@@ -15,12 +15,10 @@ from baton_api import labels, metrics
 from baton_operator.cluster.api_resources import API, path
 from baton_operator.cluster.api_server import CONFLICT, ApiServer
 from baton_operator.cluster.state import ClusterReader
-from baton_operator.manifests.conditions import Transition
-from baton_operator.manifests.objects import Manifest
-from baton_operator.scaling.autoscaler import COST, Autoscaler
+from baton_operator.manifests.objects import Manifest, Transition
+from baton_operator.scaling.autoscaler import COST, Autoscaler, ScalingMetrics
 from baton_operator.scaling.decision import HEADROOM
 from baton_operator.scaling.history import ENOUGH_SAMPLES
-from baton_operator.scaling.metrics import ScalingMetrics
 from baton_operator.scaling.prometheus import MetricsLost
 from baton_operator.scaling.roles import ScalingSettings
 from tests.operator.real_cluster import Inside, Listed, RealCluster, client, real_cluster

@@ -8,7 +8,7 @@ import pytest
 
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests.engines import sglang, trtllm, vllm
-from baton_operator.scaling.engine_slots import DecodeSlots, decode_slots
+from baton_operator.scaling.sizing import DecodeSlots, decode_slots
 
 NAMED: list[tuple[str, list[str], list[str], int]] = [
     ("vLLM", ["--max-num-seqs", "256"], [], 256),

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from baton_api.engines import EngineKind
+from baton_api.workers import EngineKind
 from tests.router.engines.fake_engine import FakeEngine
 from tests.router.engines.fake_sglang import FakeSglang
 from tests.router.engines.fake_trtllm import FakeTrtllm

@@ -9,8 +9,7 @@ from contextlib import AsyncExitStack
 import msgspec
 import pytest
 
-from baton_api.engines import EngineKind
-from baton_api.workers import Load, Role
+from baton_api.workers import EngineKind, Load, Role
 from baton_router.engines.checks import layout_text
 from baton_router.workers.pairing import PairSide, unknown_version, why_not_paired
 from tests.router.engines.fake_engine import FakeEngine

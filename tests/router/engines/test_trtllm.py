@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from baton_api import metrics
-from baton_api.engines import EngineKind
 from baton_api.errors import UNSUPPORTED_PARAMETER, InvalidRequest
 from baton_api.headers import CACHED
 from baton_api.prompt_report import Fallback
+from baton_api.workers import EngineKind
 from baton_router.engines.registry import ENGINES
 from tests.router.engines.fake_engine import generate, text_of, tokenize
 from tests.router.engines.fake_trtllm import FakeTrtllm

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from baton_api.engines import TYPES
+from baton_api.workers import TYPES
 from baton_operator.kinds.engine import EngineType
 from baton_operator.manifests.engines.container import EngineContainer, WorkerPod
 from baton_operator.manifests.engines.spec import EngineSpec

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from baton_api.engines import EngineKind
-from baton_api.workers import Role
+from baton_api.workers import EngineKind, Role
 from baton_operator.kinds.engine import Variable
 from baton_operator.kinds.part import amount
-from baton_operator.manifests import tickets
+from baton_operator.manifests import mutual_tls
 from baton_operator.manifests.engines import tiers
-from baton_operator.manifests.engines.arguments import lora_flags
-from baton_operator.manifests.engines.container import EngineContainer, WorkerPod, named_ports
+from baton_operator.manifests.engines.container import EngineContainer, WorkerPod, lora_flags, named_ports
 from baton_operator.manifests.engines.spec import EngineSpec
 
 COMMANDS = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.BOTH: "serve"}
@@ -61,7 +59,10 @@ def _flags(worker: WorkerPod) -> list[str]:
     if size := tiers.memory(engine):
         flags.append(f"--kv-memory-tier={size}")
     if disk := tiers.disk(engine):
-        flags += [f"--kv-disk-tier={tiers.FOLDER}/blocks", f"--kv-disk-tier-size={int(amount(disk.size))}"]
+        flags += [
+            f"--kv-disk-tier={tiers.FOLDER}/blocks",
+            f"--kv-disk-tier-size={int(amount(disk.size))}",
+        ]
     return flags + lora_flags(engine)
 
 
@@ -69,7 +70,7 @@ def _tickets(worker: WorkerPod) -> list[Variable]:
     """Return the key that verifies tickets."""
     if not _in_pair(worker):
         return []
-    return tickets.variable(tickets.WORKER_VARIABLE, worker.owner.name, worker.spec.pod_template)
+    return mutual_tls.variable(mutual_tls.WORKER_VARIABLE, worker.owner.name, worker.spec.pod_template)
 
 
 def _in_pair(worker: WorkerPod) -> bool:

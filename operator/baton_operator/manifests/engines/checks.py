@@ -15,7 +15,7 @@ from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.part import amount
 from baton_operator.kinds.worker_role import WorkerRole
 from baton_operator.manifests.engines import ENGINES, sglang, tiers
-from baton_operator.manifests.engines.arguments import flag_name, last_value
+from baton_operator.manifests.engines.container import flag_name, last_value
 from baton_operator.manifests.engines.spec import DTYPE
 from baton_operator.manifests.engines.vllm import HASH_SEED_VARIABLE
 

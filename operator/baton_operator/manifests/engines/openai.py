@@ -7,11 +7,10 @@ $(BATON_PORT) and $(BATON_SERVED_NAME) in `args`.
 
 from __future__ import annotations
 
-from baton_api.engines import EngineKind
+from baton_api.workers import EngineKind
 from baton_operator.kinds.engine import Variable
-from baton_operator.manifests.engines.container import USER, EngineContainer, WorkerPod
+from baton_operator.manifests.engines.container import USER, EngineContainer, WorkerPod, startup_s
 from baton_operator.manifests.engines.spec import EngineSpec
-from baton_operator.manifests.engines.startup import startup_s
 
 
 def container(worker: WorkerPod) -> EngineContainer:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton_api.engines import EngineKind
-from baton_api.workers import Role
+from baton_api.workers import EngineKind, Role
 from baton_operator.kinds.engine import Engine, Variable
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.part import amount
 from baton_operator.kinds.worker_role import WorkerRole
 from baton_operator.manifests.engines import tiers
-from baton_operator.manifests.engines.arguments import data_parallel, flag_name
 from baton_operator.manifests.engines.container import (
     LEADER_ADDRESS,
     NODE_RANK,
@@ -24,7 +22,10 @@ from baton_operator.manifests.engines.container import (
     EngineContainer,
     WorkerPod,
     compact,
+    data_parallel,
+    flag_name,
     named_ports,
+    startup_s,
 )
 from baton_operator.manifests.engines.spec import (
     DTYPE,
@@ -37,7 +38,6 @@ from baton_operator.manifests.engines.spec import (
     EngineSpec,
     Slots,
 )
-from baton_operator.manifests.engines.startup import startup_s
 
 DISK_VARIABLES = ("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", "SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE")
 """Folder of the tier on a disk, and the bytes in it that each rank may write."""
@@ -129,7 +129,7 @@ def _parallelism(worker: WorkerPod) -> list[str]:
 
 
 def _default_slots(spec: InferenceServiceSpec, arguments: Sequence[str]) -> int:
-    speculative = any(flag_name(one).startswith("--speculative") for one in arguments)
+    speculative = any(flag_name(argument).startswith("--speculative") for argument in arguments)
     return SPECULATIVE_DEFAULT_SLOTS if speculative else DEFAULT_SLOTS
 
 

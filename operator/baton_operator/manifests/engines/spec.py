@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from baton_api.engines import EngineKind
+from baton_api.workers import EngineKind
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests.engines.container import EngineContainer, WorkerPod
 

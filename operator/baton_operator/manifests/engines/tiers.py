@@ -13,10 +13,13 @@ from baton_operator.manifests.objects import Manifest
 FOLDER = "/kv-tier"
 """Where containers mount the volume of a disk."""
 
+
 VOLUME = "kv-tier"
+
 
 _SHARED = frozenset({"persistentVolumeClaim", "nfs"})
 """Sources whose volume is the same one in all pods."""
+
 
 _OWN = frozenset({"emptyDir", "ephemeral"})
 """Sources whose volume is another one in each pod, wherever it runs: those of one node share a hostPath."""

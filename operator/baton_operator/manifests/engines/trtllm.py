@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton_api.engines import EngineKind
-from baton_api.workers import Role
+from baton_api.workers import EngineKind, Role
 from baton_operator.kinds.engine import Variable
 from baton_operator.kinds.inference_service import InferenceServiceSpec
-from baton_operator.manifests.engines.container import USER, EngineContainer, WorkerPod, compact
+from baton_operator.manifests.engines.container import USER, EngineContainer, WorkerPod, compact, startup_s
 from baton_operator.manifests.engines.spec import (
     ADDRESS,
     NAMES,
@@ -26,7 +25,6 @@ from baton_operator.manifests.engines.spec import (
     EngineSpec,
     Slots,
 )
-from baton_operator.manifests.engines.startup import startup_s
 from baton_operator.manifests.objects import Manifest
 
 OPTIONS = "BATON_TRTLLM_OPTIONS"

@@ -13,27 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton_api.engines import EngineKind
-from baton_api.workers import Role
+from baton_api.workers import EngineKind, Role
 from baton_operator.kinds.engine import Engine, Variable
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.part import amount
 from baton_operator.manifests.engines import tiers
-from baton_operator.manifests.engines.arguments import (
+from baton_operator.manifests.engines.container import (
     ENABLE_LORA,
+    LEADER_ADDRESS,
     MAX_LORA_RANK,
     MAX_LORAS,
-    data_parallel,
-    lora_flags,
-)
-from baton_operator.manifests.engines.container import (
-    LEADER_ADDRESS,
     NODE_RANK,
     USER,
     EngineContainer,
     WorkerPod,
     compact,
+    data_parallel,
+    lora_flags,
     named_ports,
+    startup_s,
 )
 from baton_operator.manifests.engines.spec import (
     DTYPE,
@@ -45,7 +43,6 @@ from baton_operator.manifests.engines.spec import (
     EngineSpec,
     Slots,
 )
-from baton_operator.manifests.engines.startup import startup_s
 from baton_operator.manifests.objects import Manifest
 
 KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}

@@ -11,8 +11,7 @@ import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from baton_api.engines import EngineKind
-from baton_api.workers import Role
+from baton_api.workers import EngineKind, Role
 
 
 class ListedStatus(enum.IntEnum):
@@ -68,9 +67,9 @@ class ListChanges:
 def merge_lists(listed: Iterable[ListedWorker]) -> dict[str, ListedWorker]:
     """Workers by name; conflicting entries are merged independently of their order."""
     workers: dict[str, ListedWorker] = {}
-    for one in listed:
-        other = workers.get(one.name)
-        workers[one.name] = one if other is None else _merge_entries(one, other)
+    for worker in listed:
+        other = workers.get(worker.name)
+        workers[worker.name] = worker if other is None else _merge_entries(worker, other)
     return workers
 
 

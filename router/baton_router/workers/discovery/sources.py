@@ -52,7 +52,7 @@ class WorkerSources:
     def __init__(self, settings: RouterSettings, rng: random.Random) -> None:
         decode = _flags((*settings.decode, *settings.worker), Role.DECODE)
         self.flags = frozenset((*decode, *_flags(settings.prefill, Role.PREFILL)))
-        secure = sorted(one.name for one in self.flags if one.secure)
+        secure = sorted(flag.name for flag in self.flags if flag.secure)
         if secure and not settings.tls_folder:
             raise SetupError(
                 f"https://{secure[0]} wants a certificate of this router: name the folder that holds it with "
@@ -61,7 +61,7 @@ class WorkerSources:
         self._sources: dict[str, WorkerSource] = {}
         for role, names in ((Role.DECODE, settings.decode_dns), (Role.PREFILL, settings.prefill_dns)):
             for name in names:
-                from baton_router.workers.discovery.dns import DnsWorkers
+                from baton_router.workers.discovery.kubernetes import DnsWorkers
 
                 query = DnsName.parse(name)
                 self._sources[f"DNS: {role} {name}"] = DnsWorkers(

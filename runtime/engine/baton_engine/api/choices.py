@@ -13,10 +13,10 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 
 from baton_api import headers
-from baton_api.answer_usage import AnswerUsage
 from baton_api.errors import NotReady, RequestAborted
 from baton_api.kv_events import block_number
 from baton_api.prompt_report import PromptReport
+from baton_api.stream_comments import AnswerUsage
 from baton_engine.api.answer_shape import Choice
 from baton_engine.api.exchange import Exchange
 from baton_engine.api.request_log import AnswerLog

@@ -21,10 +21,10 @@ import numpy as np
 from starlette.types import Receive, Scope, Send
 
 from baton_api import headers
-from baton_api.answer_usage import AnswerUsage
 from baton_api.errors import NotReady, RequestAborted
 from baton_api.hashing import client_salt, root_hash
 from baton_api.sampling import SamplingParams
+from baton_api.stream_comments import AnswerUsage
 from baton_engine.api import bodies
 from baton_engine.api.bodies import ClientGone, send_json, until_disconnect
 from baton_engine.api.exchange import Exchange, exchange_of

@@ -16,7 +16,7 @@ import msgspec
 
 from baton_api.errors import InvalidRequest
 from baton_api.messages import TokenChoice
-from baton_api.resuming import BODY, Beginning, Resumption, begin_line, tokens_line
+from baton_api.stream_comments import BODY, Beginning, Resumption, begin_line, tokens_line
 from baton_engine.api.answer_shape import Choice, Resumable
 from baton_engine.api.fields import Fields
 from baton_engine.api.streaming import Usage

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton_api.errors import BatonError, ContextTooLong, InvalidRequest
-from baton_api.resuming import Resumption
+from baton_api.stream_comments import Resumption
 from baton_engine.api import structured_output
 from baton_engine.api.answer_shape import AnswerShape
 from baton_engine.api.fields import Fields

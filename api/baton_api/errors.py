@@ -1,14 +1,107 @@
-"""Errors that the client can correct: statuses 400 to 499."""
+"""
+Every error that a client or an operator of Baton can meet: docs/reference/errors.md lists them.
+
+Each class knows its HTTP status and its OpenAI type, code and param. So one function turns any error into a
+response, and handlers do not mention statuses. Workers exchange `TransferFailed` and `IncompatiblePeer`; a
+client sees them only when recovery was not allowed. `SetupError` ends a process at startup.
+
+Each message is written here, once. The body is an error of OpenAI, with message, type, param and code
+always present. The first paragraph of a class's docstring is the meaning, the rest is the remedy. The
+reference of errors is generated from both.
+"""
 
 from __future__ import annotations
 
-from baton_api.errors.base import (
-    CONTEXT_LENGTH_EXCEEDED,
-    PREVIOUS_RESPONSE_NOT_FOUND,
-    RETRY_LIMIT_S,
-    BatonError,
-)
-from baton_api.headers import SHOULD_RETRY
+import math
+import random
+from typing import ClassVar
+
+from baton_api.headers import PREDICTED, SHOULD_RETRY
+
+MESSAGE_LIMIT = 2000
+"""Maximum characters of a message in a response, so that a large invalid body is not echoed."""
+
+RETRY_SPREAD_S = 4
+"""Seconds over which `Retry-After` is spread, so that clients do not all retry at the same moment."""
+
+RETRY_LIMIT_S = 120
+"""Maximum `Retry-After` in seconds. OpenAI's clients ignore longer ones."""
+
+MISSING_REQUIRED_PARAMETER = "missing_required_parameter"
+INVALID_TYPE = "invalid_type"
+INVALID_VALUE = "invalid_value"
+INTEGER_BELOW_MIN_VALUE = "integer_below_min_value"
+INTEGER_ABOVE_MAX_VALUE = "integer_above_max_value"
+DECIMAL_BELOW_MIN_VALUE = "decimal_below_min_value"
+DECIMAL_ABOVE_MAX_VALUE = "decimal_above_max_value"
+EMPTY_ARRAY = "empty_array"
+ARRAY_ABOVE_MAX_LENGTH = "array_above_max_length"
+STRING_ABOVE_MAX_LENGTH = "string_above_max_length"
+OBJECT_ABOVE_MAX_PROPERTIES = "object_above_max_properties"
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+INVALID_FUNCTION_PARAMETERS = "invalid_function_parameters"
+PREVIOUS_RESPONSE_NOT_FOUND = "previous_response_not_found"
+UNSUPPORTED_PARAMETER = "unsupported_parameter"
+
+CODES = {
+    MISSING_REQUIRED_PARAMETER: "The field is required.",
+    INVALID_TYPE: "The value has the wrong JSON type.",
+    INVALID_VALUE: "The value is not one of the allowed values.",
+    INTEGER_BELOW_MIN_VALUE: "The integer is below the minimum.",
+    INTEGER_ABOVE_MAX_VALUE: "The integer is above the maximum.",
+    DECIMAL_BELOW_MIN_VALUE: "The number is below the minimum.",
+    DECIMAL_ABOVE_MAX_VALUE: "The number is above the maximum.",
+    EMPTY_ARRAY: "The array needs at least one item.",
+    ARRAY_ABOVE_MAX_LENGTH: "The array has too many items.",
+    STRING_ABOVE_MAX_LENGTH: "The string has too many characters.",
+    OBJECT_ABOVE_MAX_PROPERTIES: "The object has too many properties.",
+    CONTEXT_LENGTH_EXCEEDED: "The prompt and the requested tokens exceed the model's context length.",
+    INVALID_FUNCTION_PARAMETERS: "The JSON schema of a tool's parameters is invalid or too large.",
+    PREVIOUS_RESPONSE_NOT_FOUND: "The previous response is not stored.",
+    UNSUPPORTED_PARAMETER: "The field or its value is not supported. Remove it.",
+}
+"""Values of `code` of an `InvalidRequest`. The code is null when fields contradict each other."""
+
+
+class BatonError(Exception):
+    """The root of the tree."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: str | None = None
+    param: str | None = None
+    retry_after: int | None = None
+    """Minimum seconds of the `Retry-After` header, at least 1. None: a retry does not help."""
+    public: str = ""
+    """Message for clients that do not operate the service, without internal addresses. Empty: the message has
+    no addresses."""
+
+    @property
+    def message(self) -> str:
+        text = str(self)
+        return text if len(text) <= MESSAGE_LIMIT else text[: MESSAGE_LIMIT - 1] + "…"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the response besides type and length. `Retry-After` is random within its spread."""
+        if self.retry_after is None:
+            return {}
+        wait = random.randint(self.retry_after, self.retry_after + RETRY_SPREAD_S)
+        return {"retry-after": str(min(wait, RETRY_LIMIT_S))}
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """Return the JSON body of a response, or of an error event in a stream."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+# What the client can correct: statuses 400 to 499.
 
 
 class InvalidRequest(BatonError):
@@ -388,3 +481,190 @@ class RequestAborted(BatonError):
 
     def __init__(self) -> None:
         super().__init__("The request was aborted by its id before it was complete.")
+
+
+# What the service must correct: statuses 500 to 599, and failures at startup.
+
+
+class Overloaded(BatonError):
+    """
+    The queue is full, for all tenants or for this one.
+
+    Wait for the seconds of `Retry-After` and retry, as OpenAI's clients do. If it persists, add workers.
+    """
+
+    status = 503
+    code = "overloaded"
+
+    def __init__(self, queued: int, limit: int, retry_after: int = 1, what: str = "requests") -> None:
+        super().__init__(f"{queued} {what} are waiting and the limit is {limit}; try again later.")
+        self.retry_after = max(1, min(RETRY_LIMIT_S, retry_after))
+
+
+class NotInTime(BatonError):
+    """
+    The first token would exceed the request's deadline, so the request was not started.
+
+    Wait for the seconds of `Retry-After` and retry, extend the deadline with `x-slo-ttft-ms`, or change the
+    class with `x-baton-class`. If it persists, add workers.
+    """
+
+    status = 503
+    code = "overloaded"
+
+    def __init__(self, expected_s: float, wanted_s: float, *, waited: bool = False) -> None:
+        """With `waited`, the request was queued and has waited for `expected_s`."""
+        super().__init__(
+            f"No worker became free within {expected_s:.1f} s; try again later."
+            if waited
+            else f"The first token is expected after {expected_s:.1f} s; the deadline is {wanted_s:.1f} s."
+        )
+        self.expected_s = expected_s
+        self.retry_after = 1 if waited else max(1, math.ceil(min(RETRY_LIMIT_S, expected_s - wanted_s)))
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {**super().headers, PREDICTED: str(round(1000 * min(self.expected_s, 1e6)))}
+
+
+class NotReady(BatonError):
+    """
+    The server is starting or draining, or has no healthy worker.
+
+    Wait for the seconds of `Retry-After` and retry. If it persists, `/ready` reports what is missing.
+    """
+
+    status = 503
+    code = "overloaded"
+    retry_after = 1
+
+    def __init__(self, message: str, public: str = "") -> None:
+        super().__init__(message)
+        self.public = public
+
+
+class StorageUnavailable(BatonError):
+    """
+    The database or the object store of files and batches, or the shared store of responses, does not respond.
+
+    Wait for the seconds of `Retry-After` and retry. If it persists, see the router's log for the cause.
+    Accepted requests are not lost.
+    """
+
+    status = 503
+    code = "storage_unavailable"
+    retry_after = 2
+
+
+class StorageFull(BatonError):
+    """
+    The storage of files and batches is full. The request was not stored.
+
+    Delete files, or enlarge the router's state folder or database.
+    """
+
+    status = 507
+    code = "storage_full"
+
+    def __init__(self, where: str) -> None:
+        super().__init__(f"No space is left in {where}; this request was not stored.")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {**super().headers, SHOULD_RETRY: "false"}
+
+
+class WorkerLost(BatonError):
+    """
+    The request's worker was lost, and no other worker can continue the request.
+
+    Retry: another worker serves the request. The log of the lost worker has the cause.
+    """
+
+    status = 503
+    code = "upstream_lost"
+    retry_after = 1
+
+    def __init__(self, worker: str) -> None:
+        super().__init__(f"The worker {worker} was lost while it served this request.")
+        self.public = "The worker was lost while it served this request."
+
+
+class PoisonRequest(BatonError):
+    """
+    Several workers died while they served this request, so the router does not send it to another one.
+
+    Do not send it again: the router rejects it for ten minutes after the last loss. The logs of the lost
+    workers have the cause.
+    """
+
+    code = "poison_request"
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(
+            f"{workers} workers were lost while they served this request. The router does not send it to "
+            "another one. Do not retry; the logs of the lost workers have the cause."
+        )
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {**super().headers, SHOULD_RETRY: "false"}
+
+
+class InternalError(BatonError):
+    """
+    An unexpected failure. The server's log has the details under the request's id.
+
+    Search the log for the response's `x-request-id`, and report the log entry.
+    """
+
+    code = "internal_error"
+
+    def __init__(self) -> None:
+        super().__init__("Internal server error; the server's log has the details.")
+
+
+class ConstraintBroken(BatonError):
+    """
+    A generated token violates the request's constraint: two workers disagree about the constraint.
+
+    Discard the output, which may not have the requested format. Retry the request.
+    """
+
+    code = "internal_error"
+
+    def __init__(self, token: int) -> None:
+        super().__init__(
+            f"The response cannot continue: the constraint does not allow its last token, {token}."
+        )
+
+
+class TransferFailed(BatonError):
+    """
+    KV blocks did not arrive, or arrived damaged. Blocks that arrived earlier stay valid.
+
+    Retry. If it persists, check the network between prefill and decode workers.
+    """
+
+    status = 503
+    code = "worker_error"
+    retry_after = 1
+
+
+class IncompatiblePeer(BatonError):
+    """
+    Two workers cannot share KV blocks: their protocol, model, dtype or cache layout differs.
+
+    Start both workers with the same version, model, `--dtype` and cache settings.
+    """
+
+    status = 503
+    code = "worker_error"
+
+
+class SetupError(BatonError):
+    """
+    A process cannot start, or cannot continue, without a change of its configuration.
+
+    Follow the message, which names the setting and its value.
+    """
