@@ -26,7 +26,7 @@ class EngineKind(enum.StrEnum):
     """Any other server with OpenAI's API. It is never part of a pair."""
 
 
-TYPES: dict[EngineKind, str] = {
+ENGINE_TYPES: dict[EngineKind, str] = {
     EngineKind.BATON: "Baton",
     EngineKind.VLLM: "vLLM",
     EngineKind.SGLANG: "SGLang",

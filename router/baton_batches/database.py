@@ -44,7 +44,7 @@ MEASURED_S = 5.0
 """Seconds for which the measured size of the folder is valid, with what was added since."""
 
 
-NAME = "reserve"
+RESERVE_FILE = "reserve"
 
 
 class StateVolume:
@@ -55,7 +55,7 @@ class StateVolume:
     ) -> None:
         """`limit`: bytes that the folder may have; None: as many as the volume has."""
         self._folder = folder
-        self._file = folder / NAME
+        self._file = folder / RESERVE_FILE
         self._limit = limit
         self._clock = clock
         self._lock = threading.Lock()

@@ -97,14 +97,14 @@ class RunnerApi:
             token = (
                 self._token(token_text, batch)
                 if not job
-                else RunnerToken(batch, runner_credentials.START, "", 0)
+                else RunnerToken(batch, runner_credentials.START_EPOCH, "", 0)
             )
             method = METHODS.get(call)
             if method is None:
                 raise RouteNotFound(scope["method"], scope["path"])
             if scope["method"] != method:
                 raise MethodNotAllowed(scope["method"], scope["path"], method)
-            if (token.epoch == runner_credentials.START) != (call == "lease"):
+            if (token.epoch == runner_credentials.START_EPOCH) != (call == "lease"):
                 raise Unauthorized
             count_for(scope, RUNNERS)
             body = await client.body(BODY_LIMIT)
@@ -126,7 +126,7 @@ class RunnerApi:
 
     def _token(self, token_text: str, batch: str) -> RunnerToken:
         """Raises Unauthorized, also for a token of another batch."""
-        token = runner_credentials.read(self._secret.value, token_text, self._clock())
+        token = runner_credentials.read_token(self._secret.value, token_text, self._clock())
         if token is None or token.batch != batch:
             raise Unauthorized
         return token
@@ -214,7 +214,7 @@ class RunnerApi:
 
     def _issue(self, batch: BatchRecord, epoch: int) -> str:
         expiry = self._clock() + self._terms.lease_s + GRACE_S
-        return runner_credentials.issue(
+        return runner_credentials.issue_token(
             self._secret.value, batch.id, epoch, batch.owner, expiry, batch.models
         )
 
@@ -234,7 +234,7 @@ def _bearer(scope: Scope) -> str:
 
 def _is_pod_token(token: str) -> bool:
     """Whether the token is from a BatchJob, and not from a router."""
-    return not token.startswith(runner_credentials.PREFIX)
+    return not token.startswith(runner_credentials.TOKEN_PREFIX)
 
 
 def _turn(cursor: str) -> int:

@@ -166,9 +166,9 @@ def _pod(claims: Mapping[str, Any]) -> str:
     return name if isinstance(name, str) else ""
 
 
-PREFIX = "bbt1."
+TOKEN_PREFIX = "bbt1."
 
-START = 0
+START_EPOCH = 0
 """Epoch of a token that only allows requesting the lease."""
 
 
@@ -185,17 +185,17 @@ class RunnerToken:
     """Models that the batch may use. None: as its owner may."""
 
 
-def issue(
+def issue_token(
     secret: bytes, batch: str, epoch: int, owner: str, expiry: float, models: frozenset[str] | None = None
 ) -> str:
     """Create a token that is valid until `expiry`, rounded up to a second."""
-    text = f"{PREFIX}{int(-(-expiry // 1))}.{batch}.{epoch}.{owner.encode().hex()}"
+    text = f"{TOKEN_PREFIX}{int(-(-expiry // 1))}.{batch}.{epoch}.{owner.encode().hex()}"
     if models is not None:
         text += f".{json.dumps(sorted(models)).encode().hex()}"
     return f"{text}.{_signature(secret, text)}"
 
 
-def read(secret: bytes, token: str, now: float) -> RunnerToken | None:
+def read_token(secret: bytes, token: str, now: float) -> RunnerToken | None:
     """Return the content of a valid token. None: the signature is wrong, the token has expired, or `secret`
     is empty.
     """

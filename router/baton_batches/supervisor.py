@@ -168,8 +168,8 @@ class RunnerSupervisor:
             self._changed.set()
 
     async def _child(self, batch: BatchRecord, url: str, name: str, secret: bytes) -> int:
-        token = runner_credentials.issue(
-            secret, batch.id, runner_credentials.START, batch.owner, batch.expires_at
+        token = runner_credentials.issue_token(
+            secret, batch.id, runner_credentials.START_EPOCH, batch.owner, batch.expires_at
         )
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "baton_cli.main", "batch", "run"),

@@ -51,7 +51,7 @@ def scope_of(
     models: frozenset[str] | None = None,
 ) -> dict[str, Any]:
     secret = secret_of(given, given.ticket_secret) or b""
-    token = runner_credentials.issue(secret, "batch_1", epoch, owner.hex(), time.time() + 60, models)
+    token = runner_credentials.issue_token(secret, "batch_1", epoch, owner.hex(), time.time() + 60, models)
     headers = [(b"authorization", b"Bearer " + token.encode()), (header_names.CLASS.encode(), b"batch")]
     return {"path": path, "method": "POST", "headers": headers}
 
@@ -81,7 +81,7 @@ async def test_runner_of_a_key_owner_uses_the_default_tenant(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("path", "epoch"),
-    [("/v1/models", 1), ("/v1/files", 1), ("/generate", 1), (CHAT, runner_credentials.START)],
+    [("/v1/models", 1), ("/v1/files", 1), ("/generate", 1), (CHAT, runner_credentials.START_EPOCH)],
 )
 async def test_token_opens_no_other_endpoint(tmp_path: Path, path: str, epoch: int) -> None:
     given = settings(tmp_path)
@@ -114,7 +114,7 @@ async def test_token_outlives_the_password_of_the_database(postgres: Postgres) -
         for one, password in ((url, "old"), (url, "new"), (postgres.new_database(), "old"))
     )
     secret = await RunnerSecret(old, "").get()
-    token = runner_credentials.issue(secret, "batch_1", 1, "", time.time() + 60)
+    token = runner_credentials.issue_token(secret, "batch_1", 1, "", time.time() + 60)
 
     def scope() -> dict[str, Any]:
         headers = [(b"authorization", b"Bearer " + token.encode())]
@@ -197,10 +197,10 @@ async def test_batch_of_a_narrowed_token_has_its_models_only(tmp_path: Path) -> 
         ledger = router.router.storage.ledger
         await until(lambda: ledger.find(id).status is BatchStatus.IN_PROGRESS)
         owner = ledger.find(id).owner
-        start = runner_credentials.issue(
+        start = runner_credentials.issue_token(
             secret_of(router.router.settings, "s") or b"",
             id,
-            runner_credentials.START,
+            runner_credentials.START_EPOCH,
             owner,
             time.time() + 60,
         )

@@ -39,7 +39,9 @@ class Held:
 
     def token(self, epoch: int = 0, batch: str = "", seconds: float = 60) -> str:
         name = batch or self.batch.id
-        return runner_credentials.issue(self.secret, name, epoch, self.batch.owner, time.time() + seconds)
+        return runner_credentials.issue_token(
+            self.secret, name, epoch, self.batch.owner, time.time() + seconds
+        )
 
     async def ask(self, call: str, token: str, body: bytes = b"", batch: str = "") -> httpx.Response:
         method = "GET" if call.startswith("lines") else "POST"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton_api.errors import StorageFull
-from baton_batches.database import NAME, RESERVE, VOLUME_SHARE, StateVolume
+from baton_batches.database import RESERVE, RESERVE_FILE, VOLUME_SHARE, StateVolume
 from tests.batches.serving import check_error, serving, upload, uploaded
 from tests.router.running import until
 
@@ -15,7 +15,7 @@ LIMIT = 4 * 1024 * 1024
 
 
 def test_volume_reserves_a_part_of_its_limit_and_gives_it_up(tmp_path: Path) -> None:
-    volume, reserve = StateVolume(tmp_path, LIMIT), tmp_path / NAME
+    volume, reserve = StateVolume(tmp_path, LIMIT), tmp_path / RESERVE_FILE
     volume.check()
     assert reserve.stat().st_blocks * 512 >= LIMIT // VOLUME_SHARE
     with volume.released():
@@ -25,7 +25,7 @@ def test_volume_reserves_a_part_of_its_limit_and_gives_it_up(tmp_path: Path) -> 
 
 def test_volume_without_a_limit_reserves_a_fixed_size(tmp_path: Path) -> None:
     StateVolume(tmp_path).check()
-    assert 0 < (tmp_path / NAME).stat().st_size <= RESERVE
+    assert 0 < (tmp_path / RESERVE_FILE).stat().st_size <= RESERVE
 
 
 def test_folder_that_is_not_there_has_no_reserve(tmp_path: Path) -> None:

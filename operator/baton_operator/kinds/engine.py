@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from baton_api.workers import TYPES
+from baton_api.workers import ENGINE_TYPES
 from baton_operator.kinds.part import Anything, Duration, LabelKey, Part, Quantity, Rule, between, rules
 
 Argument = Annotated[str, Field(max_length=4096)]
@@ -45,7 +45,7 @@ class Lora(Part):
 if TYPE_CHECKING:
     EngineType = str
 else:
-    EngineType = Literal[tuple(TYPES.values())]
+    EngineType = Literal[tuple(ENGINE_TYPES.values())]
 
 
 @rules(

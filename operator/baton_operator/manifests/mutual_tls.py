@@ -89,27 +89,27 @@ def _secret(owner: Owner, wanted: MutualTls) -> str:
     return wanted.secret_name or f"{owner.name}-mtls"
 
 
-KEY = "secret"
+TICKET_KEY = "secret"
 """Key of the Secret that holds the value."""
 
 ROUTER_VARIABLE, WORKER_VARIABLE = "BATON_ROUTER_TICKET_SECRET", "BATON_TICKET_SECRET"
 
 
-def secret(owner: Owner, value: str) -> Manifest:
+def ticket_secret(owner: Owner, value: str) -> Manifest:
     """Return the Secret. It is immutable: delete it to rotate the value."""
-    data = {KEY: base64.b64encode(value.encode()).decode()}
+    data = {TICKET_KEY: base64.b64encode(value.encode()).decode()}
     body = {"type": "Opaque", "immutable": True, "data": data}
     return owned(owner, "v1", "Secret", names.tickets(owner.name), body)
 
 
-def variable(name: str, service: str, pod_template: Anything | None) -> list[Variable]:
+def ticket_variable(name: str, service: str, pod_template: Anything | None) -> list[Variable]:
     """The environment variable `name`; empty if the pod template of the spec sets it."""
     if any(one.get("name") == name for one in _environment(pod_template or {})):
         return []
-    return [Variable.model_validate(from_secret(name, names.tickets(service), KEY))]
+    return [Variable.model_validate(from_secret(name, names.tickets(service), TICKET_KEY))]
 
 
-def missing(
+def missing_ticket_secret(
     service: str, existing: Mapping[Key, Manifest], applied: Sequence[Manifest], troubles: Sequence[str]
 ) -> bool:
     """

@@ -131,7 +131,7 @@ def _container(
     owner: Owner, spec: InferenceServiceSpec, image: str, shown: Shown, mounts: Sequence[Manifest]
 ) -> Manifest:
     wanted = spec.router
-    ticket_secret = mutual_tls.variable(mutual_tls.ROUTER_VARIABLE, owner.name, wanted.pod_template)
+    ticket_secret = mutual_tls.ticket_variable(mutual_tls.ROUTER_VARIABLE, owner.name, wanted.pod_template)
     return {
         "name": names.MAIN,
         "image": wanted.image or image,

@@ -102,7 +102,7 @@ class InferenceServiceReconciler:
                 raise
         if plan.ticket_secret:
             # Each operator attempts this again, so one that stops here must have made progress before.
-            await self._create(mutual_tls.secret(cluster.owner, secrets.token_hex(32)))
+            await self._create(mutual_tls.ticket_secret(cluster.owner, secrets.token_hex(32)))
         for pruned in plan.prune:
             existing = cluster.objects[pruned]
             if "deletionTimestamp" not in existing["metadata"]:

@@ -216,7 +216,7 @@ def plan_service(cluster: ClusterState, images: OperatorDefaults, now: float) ->
         apply=apply,
         create=[one for one in create if key(one) not in cluster.objects],
         prune=_objects_to_prune(cluster, state, [*desired, *create]),
-        ticket_secret=mutual_tls.missing(
+        ticket_secret=mutual_tls.missing_ticket_secret(
             cluster.owner.name, cluster.objects, apply, [pod.trouble for pod in cluster.pods]
         ),
         again_s=again_s,

@@ -225,7 +225,7 @@ RUNNER_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embedd
 OWNER = "baton.owner"
 """Key of a scope: the owner of the batch to which a request belongs."""
 
-RUNNER_AUTHORIZATION = b"Bearer " + runner_credentials.PREFIX.encode()
+RUNNER_AUTHORIZATION = b"Bearer " + runner_credentials.TOKEN_PREFIX.encode()
 """Prefix of the header that only batch runners send."""
 
 _TENANT = b"tenant:"
@@ -254,8 +254,12 @@ class RunnerAuthenticator:
         Raises Unauthorized, NotReady for an owner that has lost access, and StorageUnavailable.
         """
         key = authorization.decode("latin-1").removeprefix("Bearer ")
-        token = runner_credentials.read(await self._secret.get(), key, self._now())
-        if token is None or token.epoch == runner_credentials.START or scope["path"] not in RUNNER_PATHS:
+        token = runner_credentials.read_token(await self._secret.get(), key, self._now())
+        if (
+            token is None
+            or token.epoch == runner_credentials.START_EPOCH
+            or scope["path"] not in RUNNER_PATHS
+        ):
             raise Unauthorized
         scope[OWNER] = owner = bytes.fromhex(token.owner)
         scope["headers"] = [header for header in scope["headers"] if header[0] != AUTHORIZATION]

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from baton_api.workers import TYPES
+from baton_api.workers import ENGINE_TYPES
 from baton_operator.kinds.engine import EngineType
 from baton_operator.manifests.engines.container import EngineContainer, WorkerPod
 from baton_operator.manifests.engines.spec import EngineSpec
 
 ENGINES: dict[EngineType, EngineSpec] = {
-    type: import_module(f"baton_operator.manifests.engines.{kind}").SPEC for kind, type in TYPES.items()
+    type: import_module(f"baton_operator.manifests.engines.{kind}").SPEC
+    for kind, type in ENGINE_TYPES.items()
 }
 """By type: the module of its kind has it."""
 

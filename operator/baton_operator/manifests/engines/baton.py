@@ -70,7 +70,7 @@ def _tickets(worker: WorkerPod) -> list[Variable]:
     """Return the key that verifies tickets."""
     if not _in_pair(worker):
         return []
-    return mutual_tls.variable(mutual_tls.WORKER_VARIABLE, worker.owner.name, worker.spec.pod_template)
+    return mutual_tls.ticket_variable(mutual_tls.WORKER_VARIABLE, worker.owner.name, worker.spec.pod_template)
 
 
 def _in_pair(worker: WorkerPod) -> bool:

@@ -14,16 +14,16 @@ NOW = 1_800_000_000.0
 
 
 def test_runner_token_contains_its_batch_and_epoch() -> None:
-    token = runner_credentials.issue(SECRET, "batch_7", 3, "the owner. Größe", NOW + 60)
-    assert runner_credentials.read(SECRET, token, NOW) == RunnerToken(
+    token = runner_credentials.issue_token(SECRET, "batch_7", 3, "the owner. Größe", NOW + 60)
+    assert runner_credentials.read_token(SECRET, token, NOW) == RunnerToken(
         "batch_7", 3, "the owner. Größe", int(NOW) + 60
     )
 
 
 @pytest.mark.parametrize("models", [[], ["tiny", "meta-llama/Llama.3 ü"]])
 def test_token_lists_the_models_of_its_batch(models: list[str]) -> None:
-    token = runner_credentials.issue(SECRET, "batch_7", 3, "tenant", NOW + 60, frozenset(models))
-    read = runner_credentials.read(SECRET, token, NOW)
+    token = runner_credentials.issue_token(SECRET, "batch_7", 3, "tenant", NOW + 60, frozenset(models))
+    read = runner_credentials.read_token(SECRET, token, NOW)
     assert read is not None and read.models == frozenset(models)
 
 
@@ -49,23 +49,26 @@ def test_token_lists_the_models_of_its_batch(models: list[str]) -> None:
     ],
 )
 def test_runner_token_opens_nothing_else(secret: bytes, changed: tuple[str, str], now: float) -> None:
-    token = runner_credentials.issue(SECRET, "batch_7", 3, "tenant", NOW + 60)
-    assert runner_credentials.read(SECRET, token, NOW)
-    assert runner_credentials.read(secret, token.replace(*changed), now) is None
+    token = runner_credentials.issue_token(SECRET, "batch_7", 3, "tenant", NOW + 60)
+    assert runner_credentials.read_token(SECRET, token, NOW)
+    assert runner_credentials.read_token(secret, token.replace(*changed), now) is None
 
 
 def test_unsigned_token_of_an_empty_secret_is_refused() -> None:
     assert (
-        runner_credentials.read(b"", runner_credentials.issue(b"", "batch_7", 3, "t", NOW + 60), NOW) is None
+        runner_credentials.read_token(
+            b"", runner_credentials.issue_token(b"", "batch_7", 3, "t", NOW + 60), NOW
+        )
+        is None
     )
 
 
 def test_law_arbitrary_text_is_not_a_token() -> None:
     rng = random.Random(1)
-    token = runner_credentials.issue(SECRET, "batch_7", 3, "tenant", NOW + 60)
+    token = runner_credentials.issue_token(SECRET, "batch_7", 3, "tenant", NOW + 60)
     for _ in range(2000):
         letters = list(token)
         for _ in range(rng.randint(1, 3)):
             letters[rng.randrange(len(letters))] = rng.choice("0aZ.é\0 ")
         broken = "".join(letters[: rng.choice((len(letters), rng.randrange(len(letters))))])
-        assert broken == token or runner_credentials.read(SECRET, broken, NOW) is None
+        assert broken == token or runner_credentials.read_token(SECRET, broken, NOW) is None
