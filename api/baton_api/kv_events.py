@@ -26,6 +26,9 @@ IN_USE = "GPU"
 HOST_MEMORY, STORAGE = "CPU", "STORAGE"
 """vLLM's names for the host's memory and for disks."""
 
+SHARED_STORAGE = "EXTERNAL"
+"""SGLang's name for a pool that workers share."""
+
 FRAME_ENTRIES = 16_384
 """Blocks per frame of a snapshot. Parsing a frame takes a few milliseconds."""
 

@@ -38,6 +38,8 @@ class Fallback(enum.StrEnum):
     """Blocks arrived damaged."""
     DEADLINE = "deadline"
     """A read, or the whole prompt, took too long."""
+    MISSING = "missing"
+    """Storage that workers share does not have the blocks."""
     CANCELLED = "cancelled"
     TRANSFER_FAILED = "transfer_failed"
     """The decode worker failed while it fetched the prompt. Its log has the exception."""

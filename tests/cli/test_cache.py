@@ -10,6 +10,7 @@ import pytest
 
 from baton_cli.main import main
 from baton_engine.tiers.disk import DiskStore
+from baton_engine.tiers.objects import BlockObjects, Group, header_bytes
 from baton_engine.tiers.slab import BLOCKS, HEADERS, Bytes, sum_of
 from baton_engine.tiers.store import Copy
 
@@ -107,3 +108,50 @@ def test_cache_status_does_not_wait_for_a_pipe(tmp_path: Path, capsys: pytest.Ca
     os.mkfifo(tmp_path / HEADERS)
     code, shown = run(capsys, "status", str(tmp_path))
     assert code == 1 and "not a regular file" in shown
+
+
+def share(folder: Path, objects: int, namespace: bytes = b"n" * 16) -> list[Path]:
+    """Write so many objects of two blocks to a shared store, and return their files."""
+    import numpy as np
+
+    store = BlockObjects(folder, namespace, BLOCK, 2)
+    for number in range(objects):
+        content: Bytes = np.full(store.bytes, number, dtype=np.uint8)
+        value = sum_of(content[header_bytes(2) : header_bytes(2) + BLOCK])
+        store.put(Group(0, b"p" * 16, (b"a" * 16, bytes([number]) * 16), (value, value)), content)
+    return sorted(folder.glob("*/*.kv"))
+
+
+def test_cache_of_a_shared_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = share(tmp_path / "kv", 3)
+    share(tmp_path / "kv", 1, b"m" * 16)
+    (tmp_path / "kv" / "mine.kv").write_text("stays")
+    url = f"file://{tmp_path / 'kv'}"
+    size = 4 * files[0].stat().st_size
+    code, shown = run(capsys, "status", url)
+    assert code == 0 and "4 objects with KV blocks of 2 models, 42.0 kB in all" in shown
+    code, shown = run(capsys, "status", url, "--output", "json")
+    assert json.loads(shown) == {"objects": 4, "bytes": size, "models": 2, "oldest_s": 0}
+    code, shown = run(capsys, "verify", url)
+    assert code == 0 and "8 KV blocks are right, 0 are corrupt" in shown
+    content = bytearray(files[0].read_bytes())
+    content[-1] ^= 1
+    files[0].write_bytes(content)
+    code, shown = run(capsys, "verify", url, "--output", "json")
+    assert (code, json.loads(shown)) == (1, {"good": 7, "corrupt": 1, "changed": 0})
+    code, shown = run(capsys, "clear", url, "--output", "json")
+    assert (code, json.loads(shown)) == (0, {"freed_bytes": size})
+    code, shown = run(capsys, "status", url, "--output", "json")
+    assert json.loads(shown) == {"objects": 0, "bytes": 0, "models": 0, "oldest_s": 0}
+    assert (tmp_path / "kv" / "mine.kv").read_text() == "stays"
+
+
+def test_cache_of_a_shared_store_that_does_not_exist(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("status", "verify", "clear"):
+        code, shown = run(capsys, command, f"file://{tmp_path / 'kv'}")
+        assert code != 0 and "is no folder" in shown
+        assert not (tmp_path / "kv").exists()
+        code, shown = run(capsys, command, "ftp://a/b")
+        assert code != 0 and "Expected s3://BUCKET/PATH" in shown

@@ -24,7 +24,7 @@ from baton_engine.sampling import sampler
 from baton_engine.sampling.state import SamplingState
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.streams import Event
-from baton_engine.tiers.tier import Tier
+from baton_engine.tiers.tier import EngineTier
 from tests.engine.fake_model import FakeModel, make_cache
 
 TIMEOUT_S = 300.0
@@ -41,14 +41,14 @@ class Serving:
         clock: Callable[[], float] = time.monotonic,
         draft: FakeModel | None = None,
         wrap: Callable[[Model, KVCache], Model] = lambda model, cache: model,
-        tiers: Callable[[KVCache], list[Tier]] = lambda cache: [],
+        tiers: Callable[[KVCache], Sequence[EngineTier]] = lambda cache: [],
         kv_events: KvEvents | None = None,
         **limits: Any,
     ) -> None:
         self.model = model or FakeModel()
         self.cache = make_cache(blocks, block_size)
         limits = {"max_model_len": 1024, "chunk_tokens": 32, "max_running": 16, **limits}
-        self.tiers = tiers(self.cache)
+        self.tiers: Any = tiers(self.cache)  # tests look into them
         self.fatal: list[str] = []
         self.engine = Engine(
             wrap(self.model, self.cache),

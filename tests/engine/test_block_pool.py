@@ -27,7 +27,7 @@ def own(pool: BlockPool, hashes: list[bytes]) -> list[int]:
     pool.take(blocks)
     fresh = pool.allocate(len(hashes) - len(blocks))
     for index, block in enumerate(fresh, start=len(blocks)):
-        pool.publish(block, hashes[index], hashes[index - 1] if index else ROOT)
+        pool.publish(block, hashes[index], hashes[index - 1] if index else ROOT, index)
     return blocks + fresh
 
 
@@ -115,8 +115,8 @@ def test_block_pool_cached_parent_of_owned_block_is_evictable() -> None:
     hashes = chain(1, 2)
     first = own(pool, hashes[:1])
     copy = pool.allocate(2)
-    assert not pool.publish(copy[0], hashes[0], ROOT)
-    assert pool.publish(copy[1], hashes[1], hashes[0])
+    assert not pool.publish(copy[0], hashes[0], ROOT, 0)
+    assert pool.publish(copy[1], hashes[1], hashes[0], 1)
     pool.release(first)
     assert pool.available == 2
     assert len(pool.allocate(2)) == 2
@@ -155,8 +155,8 @@ def test_block_pool_first_of_two_equal_blocks_stays_published() -> None:
     pool = BlockPool(5)
     hashes = chain(1)
     first, second = pool.allocate(1), pool.allocate(1)
-    assert pool.publish(first[0], hashes[0], ROOT)
-    assert not pool.publish(second[0], hashes[0], ROOT)
+    assert pool.publish(first[0], hashes[0], ROOT, 0)
+    assert not pool.publish(second[0], hashes[0], ROOT, 0)
     assert pool.match(hashes) == first
     pool.release(second)
     assert pool.free == 3
@@ -200,7 +200,7 @@ class Copies:
         self.names: set[bytes] = set()
         self.heard: list[tuple[str, bytes]] = []
 
-    def unused(self, name: bytes, block: int, parent: bytes) -> None:
+    def unused(self, name: bytes, block: int, parent: bytes, number: int) -> None:
         self.heard.append(("unused", name))
 
     def evicted(self, name: bytes) -> None:
@@ -271,7 +271,7 @@ def test_our_own_mistakes_are_noticed() -> None:
     with pytest.raises(AssertionError, match="are available"):
         pool.allocate(4)
     with pytest.raises(AssertionError, match="cannot be published"):
-        pool.publish(block, b"name", ROOT)
+        pool.publish(block, b"name", ROOT, 0)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -137,7 +137,7 @@ def test_kv_events_random_use_matches_the_pool(seed: int) -> None:
             pool.take(blocks)
             for index, block in enumerate(pool.allocate(len(chain) - len(blocks)), start=len(blocks)):
                 parent = chain[index - 1] if index else ROOT
-                if pool.publish(block, chain[index], parent):
+                if pool.publish(block, chain[index], parent, index):
                     events.stored(chain[index], parent, tokens[index * SIZE : (index + 1) * SIZE])
                 blocks.append(block)
             held.append(blocks)

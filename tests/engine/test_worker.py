@@ -24,6 +24,7 @@ from baton_api.workers import Role
 from baton_engine import machine, service
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
+from baton_engine.model.checkpoint import Checkpoint
 from baton_engine.model.lora import LoraWeights
 from baton_engine.model.progress import SILENT
 from baton_engine.model.tensor_reader import samples
@@ -186,6 +187,23 @@ async def test_without_a_size_the_cache_takes_a_part_of_the_memory(tiny: Path) -
             {"kv_memory_tier": 2**20, "kv_disk_tier": "/tmp/kv", "kv_disk_tier_size": 9000},
             ("--kv-disk-tier-size 9.00 kB", "one KV block"),
         ),
+        ({"kv_shared_store": "s3://bucket"}, ("--kv-shared-store-size", "1TiB")),
+        (
+            {"kv_shared_store": "file:///tmp/kv", "kv_shared_store_size": 2**20},
+            ("--kv-shared-store needs --kv-memory-tier", "1GiB"),
+        ),
+        (
+            {"kv_memory_tier": 2**20, "kv_shared_store": "file:///tmp/kv", "kv_shared_store_size": 9000},
+            ("--kv-shared-store-size 9.00 kB", "one object of 64 KV blocks", "526 kB"),
+        ),
+        (
+            {"kv_memory_tier": 2**20, "kv_shared_store": "/tmp/kv", "kv_shared_store_size": 2**20},
+            ("Invalid KV store '/tmp/kv'", "s3://BUCKET/PATH", "file:///FOLDER"),
+        ),
+        (
+            {"kv_memory_tier": 2**20, "kv_shared_store": "file://tmp/kv", "kv_shared_store_size": 2**20},
+            ("Invalid KV store 'file://tmp/kv'", "file:///FOLDER"),
+        ),
     ],
     ids=[
         "a cache of one block",
@@ -200,6 +218,11 @@ async def test_without_a_size_the_cache_takes_a_part_of_the_memory(tiny: Path) -
         "a disk without its size",
         "a disk without memory",
         "a disk of no block",
+        "a store without its size",
+        "a store without memory",
+        "a store of no object",
+        "a store without a scheme",
+        "a store on a host",
     ],
 )
 async def test_worker_impossible_settings_are_rejected_with_numbers(
@@ -334,3 +357,39 @@ async def test_worker_load_has_the_kv_event_addresses(tiny: Path) -> None:
         assert load.kv_replay not in ("", load.kv_events)
         snapshot = await worker.client.kv_snapshot()
         assert (snapshot.seq < worker.kv_batches()) and len(snapshot) == 1  # of the request that warmed it up
+
+
+@pytest.mark.slow
+async def test_worker_restores_what_another_one_put_into_the_shared_store(
+    smollm2: Checkpoint, tmp_path: Path
+) -> None:
+    """SmolLM2, two workers at once, and a folder between them."""
+    block = 16 * 30 * 2 * 3 * 64 * 2  # tokens, layers, keys and values, heads, size, bytes
+    given = settings(
+        smollm2.path,
+        dtype="bfloat16",
+        threads=2,
+        kv_cache_memory=200 * block,
+        kv_memory_tier=150 * block,
+        kv_shared_store=f"file://{tmp_path / 'kv'}",
+        kv_shared_store_size="1GiB",
+    )
+    prompt = tuple((3 + position * 8 + position**2) % 20_000 for position in range(2100))
+    answers, outputs = [], []
+    async with open_worker(given) as first, open_worker(given) as second:
+        for number, worker in enumerate((first, second)):
+            request = Request(str(number), prompt, SamplingParams(temperature=0.0, max_tokens=8))
+            outputs = [output async for output in worker.client.generate(request)]
+            answers.append([choice.token for output in outputs for choice in output.tokens])
+            async with asyncio.timeout(60):
+                # The threads of the tiers write them.
+                while first.engine.snapshot().tiers[1].totals.writes < 128:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        after = second.engine.snapshot()
+        assert [tier.name for tier in after.tiers] == ["memory", "shared"]
+        assert dict(outputs[0].tier_tokens) == {"shared": 2048}
+        assert (after.tiers[1].totals.hits, after.totals.prompt_tokens_restored["shared"]) == (128, 2048)
+        assert first.engine.snapshot().tiers[1].totals.writes == 128
+        text = service.served_of(second).metrics.text().decode()
+        assert 'baton_worker_tier_block_hits_total{tier="shared"} 128.0' in text
+    assert answers[0] == answers[1]

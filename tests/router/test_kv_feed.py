@@ -202,7 +202,7 @@ class Process:
             pool.take(blocks)
             for index, block in enumerate(pool.allocate(len(chain) - len(blocks)), start=len(blocks)):
                 parent = chain[index - 1] if index else ROOT
-                if pool.publish(block, chain[index], parent):
+                if pool.publish(block, chain[index], parent, index):
                     self._events.stored(chain[index], parent, ())
                 blocks.append(block)
             self._held.append(blocks)

@@ -15,7 +15,7 @@ from baton_api.metrics.metric import (
 from baton_api.prompt_report import Fallback
 
 TRANSPORT = Label("transport", bound="8 transports, such as nixl/ucx shm; empty before the first read")
-TIERS = ("memory", "disk")
+TIERS = ("memory", "disk", "shared")
 """Tiers behind the KV cache of Baton's workers."""
 
 TIER = Label("tier", TIERS)

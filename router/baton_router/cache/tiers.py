@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 
-from baton_api.kv_events import HOST_MEMORY, IN_USE, STORAGE, BlockRemoved, BlockStored
+from baton_api.kv_events import HOST_MEMORY, IN_USE, SHARED_STORAGE, STORAGE, BlockRemoved, BlockStored
 
 
 class Tier(enum.StrEnum):
@@ -27,8 +27,8 @@ class Tier(enum.StrEnum):
 _MEMORY = (HOST_MEMORY, "CPU_PINNED")
 """Host memory, as vLLM and SGLang call it."""
 
-MEDIA = {Tier.MEMORY: HOST_MEMORY, Tier.DISK: STORAGE, Tier.SHARED: "EXTERNAL"}
-"""A medium of each tier. `EXTERNAL` is SGLang's name for a pool that workers share."""
+MEDIA = {Tier.MEMORY: HOST_MEMORY, Tier.DISK: STORAGE, Tier.SHARED: SHARED_STORAGE}
+"""A medium of each tier."""
 
 _SHARED_LOCALITY = "REMOTE"
 """vLLM's locality of storage that is not the publisher's own."""

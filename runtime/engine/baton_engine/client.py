@@ -24,7 +24,7 @@ from baton_engine.metrics.counters import EngineSnapshot
 from baton_engine.model.decoder import Model
 from baton_engine.requests import Output, Request
 from baton_engine.scheduling.limits import EngineLimits
-from baton_engine.tiers.tier import Tier
+from baton_engine.tiers.tier import EngineTier
 
 TOGETHER = 16
 """Tokens after which the reader of joined outputs is woken."""
@@ -118,7 +118,7 @@ class AsyncEngine(EngineClient):
         kv_events: KvEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
         draft: tuple[Model, KVCache] | None = None,
-        tiers: Sequence[Tier] = (),
+        tiers: Sequence[EngineTier] = (),
     ) -> None:
         super().__init__(cache.block_size)
         self.engine = Engine(

@@ -47,7 +47,7 @@ from baton_engine.scheduling.sequence import Sequence, Stage
 from baton_engine.speculation.draft_model import DraftModel
 from baton_engine.speculation.speculator import Speculator
 from baton_engine.streams import finish
-from baton_engine.tiers.tier import Tier, TierPrefix, Tiers
+from baton_engine.tiers.tier import EngineTier, TierPrefix, Tiers
 
 __all__ = ["Engine", "EngineLimits"]
 
@@ -112,7 +112,7 @@ class Engine:
         kv_events: KvEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
         draft: tuple[Model, KVCache] | None = None,
-        tiers: Iterable[Tier] = (),
+        tiers: Iterable[EngineTier] = (),
     ) -> None:
         """
         `draft` is a model for drafts, with the vocabulary of `model` and a cache of as many blocks. `tiers`
@@ -468,7 +468,7 @@ class Engine:
     def _after_read(self, sequence: Sequence, fetch: Fetch, fetched: FetchResult) -> None:
         """Compute a prompt of which a tier or another worker had blocks, or fetch more of it."""
         request, size = sequence.request, self._cache.block_size
-        if fetched.reason:
+        if fetched.reason and fetched.reason != Fallback.MISSING:
             fields = log_fields(sequence)
             log.warning("Request %s computes what is cached: %s", request.id, fetched.reason, extra=fields)
         tokens = max(0, sequence.computed - fetch.start_block * size)

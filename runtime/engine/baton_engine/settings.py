@@ -302,6 +302,20 @@ class WorkerSettings(BaseSettings):
     """Maximum size of the folder of --kv-disk-tier, such as 100GiB. It is allocated at the start. When it is
     full, it takes blocks that are used a second time, in place of those that were not used for longest."""
 
+    kv_shared_store: str = ""
+    """Storage for KV blocks that all workers of a model share: s3://BUCKET/PATH, gs://BUCKET/PATH,
+    az://CONTAINER/PATH, or file:///FOLDER for a folder of a volume that all of them mount. A prompt that any
+    of them computed is restored from there, where that is sooner than computing it. Needs --kv-memory-tier.
+    Whoever can write to it can change answers. Empty: none."""
+
+    kv_shared_store_size: Bytes = Field(default=0, ge=0)
+    """Maximum size of all objects in --kv-shared-store, such as 1TiB, the same for all workers. Those first
+    written are deleted first. N workers that write at once can exceed it by (N - 1) times 1/16."""
+
+    kv_shared_store_expiry_s: float = Field(default=7 * 86400, ge=0, allow_inf_nan=False)
+    """Seconds after which an object in --kv-shared-store is deleted, while any worker has requests. 0:
+    never."""
+
     control_host: str = "127.0.0.1"
     """Address on which the control server of a prefill or decode worker listens. Prefill workers on other
     machines read the blocks of a decode worker only if they can reach it."""

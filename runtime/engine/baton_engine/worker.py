@@ -61,8 +61,11 @@ from baton_engine.spec import ModelSpec
 from baton_engine.speculation.loading import check_draft, load_draft, speculation_tokens
 from baton_engine.tiers.disk import DiskStore
 from baton_engine.tiers.namespace import Weights
+from baton_engine.tiers.objects import BlockObjects
+from baton_engine.tiers.objects import opened as objects_of
+from baton_engine.tiers.shared import SharedTier
 from baton_engine.tiers.store import MemoryStore
-from baton_engine.tiers.tier import Tier
+from baton_engine.tiers.tier import EngineTier, Tier
 from baton_engine.tracing import WorkerTracing, tracing_of
 from baton_engine.transfer import Transfer
 from baton_engine.transfer.handshake import Compatibility, Identity
@@ -354,6 +357,14 @@ def _check_tiers(settings: WorkerSettings) -> None:
         raise SetupError(
             "--kv-disk-tier needs --kv-memory-tier, through which its blocks pass. Set one, such as 1GiB."
         )
+    if bool(settings.kv_shared_store) != bool(settings.kv_shared_store_size):
+        raise SetupError(
+            "--kv-shared-store and --kv-shared-store-size are set together: a URL and its size, such as 1TiB."
+        )
+    if settings.kv_shared_store and not settings.kv_memory_tier:
+        raise SetupError(
+            "--kv-shared-store needs --kv-memory-tier, through which its blocks pass. Set one, such as 1GiB."
+        )
 
 
 def _open_tiers(
@@ -363,7 +374,7 @@ def _open_tiers(
     draft: tuple[Model, KVCache] | None,
     compatibility: Compatibility,
     stack: contextlib.AsyncExitStack,
-) -> list[Tier]:
+) -> list[EngineTier]:
     """Open the tiers, the fastest first. Raises SetupError."""
     if not settings.kv_memory_tier:
         return []
@@ -377,27 +388,41 @@ def _open_tiers(
         free = max(0, free - cache.kv.nbytes - (0 if draft is None else draft[1].kv.nbytes))
     store = MemoryStore(settings.kv_memory_tier, cache.block_bytes, free)
     log.info("%d KV blocks fit into the memory tier of %s", store.slots, show_size(settings.kv_memory_tier))
-    tiers = [Tier(store, cache)]
+    memory = Tier(store, cache)
+    tiers: list[EngineTier] = [memory]
     stack.push_async_callback(asyncio.to_thread, _close_tiers, tiers)
-    if settings.kv_disk_tier:
-        tiers.append(_open_disk(settings, loaded.checkpoint, cache, compatibility, tiers[0]))
+    if settings.kv_disk_tier or settings.kv_shared_store:
+        weights = _weights(settings, loaded.checkpoint)
+        namespace = weights.namespace(compatibility.digest)
+        if settings.kv_disk_tier:
+            tiers.append(_open_disk(settings, cache, weights, namespace, memory))
+        if settings.kv_shared_store:
+            tiers.append(_open_shared(settings, cache, namespace, memory))
     return tiers
 
 
+def _weights(settings: WorkerSettings, checkpoint: Checkpoint) -> Weights:
+    folder = Path(settings.kv_disk_tier).expanduser() if settings.kv_disk_tier else None
+    try:
+        return Weights.of(checkpoint.path, folder)
+    except OSError as error:
+        raise SetupError(f"Cannot read {checkpoint.path}: {error}.") from error
+
+
+def _open_shared(settings: WorkerSettings, cache: KVCache, namespace: bytes, memory: Tier) -> SharedTier:
+    """Open the shared store, which need not be reachable. Raises SetupError."""
+    url, size = settings.kv_shared_store, settings.kv_shared_store_size
+    objects = BlockObjects(objects_of(url), namespace, cache.block_bytes, url=url)
+    log.info("KV blocks are shared in %s, of %s at most, as %s", url, show_size(size), namespace.hex())
+    return SharedTier(objects, cache, memory, size, settings.kv_shared_store_expiry_s)
+
+
 def _open_disk(
-    settings: WorkerSettings,
-    checkpoint: Checkpoint,
-    cache: KVCache,
-    compatibility: Compatibility,
-    above: Tier,
+    settings: WorkerSettings, cache: KVCache, weights: Weights, namespace: bytes, above: Tier
 ) -> Tier:
     """Open the tier on a disk, without slots if the disk cannot be used. Raises SetupError."""
     folder, size = Path(settings.kv_disk_tier).expanduser(), settings.kv_disk_tier_size
-    try:
-        weights = Weights.of(checkpoint.path, folder)
-    except OSError as error:
-        raise SetupError(f"Cannot read {checkpoint.path}: {error}.") from error
-    store = DiskStore(folder, size, cache.block_bytes, weights.namespace(compatibility.digest))
+    store = DiskStore(folder, size, cache.block_bytes, namespace)
     tier = Tier(store, cache, above=above)
     if store.slots:
         weights.keep(folder)
@@ -408,15 +433,15 @@ def _open_disk(
     return tier
 
 
-def _close_tiers(tiers: Sequence[Tier]) -> None:
-    """Bring what only the memory has to the disk, within a short time."""
+def _close_tiers(tiers: Sequence[EngineTier]) -> None:
+    """Bring what only the memory has to the tiers behind it, within a short time."""
     if len(tiers) > 1:
         until = time.monotonic() + FLUSH_S
         try:
             for tier in tiers:
                 tier.flush(until)
         except Exception:  # a broken device must not keep the process from its end
-            log.exception("Cannot write the KV blocks of the memory to the disk.")
+            log.exception("Cannot write the KV blocks of the memory to the tiers behind it.")
     for tier in reversed(tiers):
         tier.close()
 
@@ -428,7 +453,7 @@ def _open_engine(
     limits: EngineLimits,
     publisher: KvPublisher | None,
     draft: tuple[Model, KVCache] | None,
-    tiers: list[Tier],
+    tiers: list[EngineTier],
     stack: contextlib.AsyncExitStack,
 ) -> tuple[AsyncEngine, asyncio.Future[str]]:
     """Start the engine; also return the future for the reason of a fatal failure."""

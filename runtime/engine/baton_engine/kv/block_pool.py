@@ -25,8 +25,12 @@ CLEAN_LEAVES = 8
 class PoolTiers(Protocol):
     """Tiers behind the pool. Blocks are named by their chain hash."""
 
-    def unused(self, name: bytes, block: int, parent: bytes) -> None:
-        """A published block is not used any more. Of a chain, the last one comes first."""
+    def unused(self, name: bytes, block: int, parent: bytes, number: int) -> None:
+        """
+        A published block is not used any more. Of a chain, the last one comes first.
+
+        `number` is its position in the chain.
+        """
         ...
 
     def evicted(self, name: bytes) -> None:
@@ -63,6 +67,7 @@ class BlockPool:
         self._users = [0] * blocks
         self._hash: list[bytes | None] = [None] * blocks
         self._parent = [b""] * blocks
+        self._number = [0] * blocks
         self._used_at = [0] * blocks
         self._clock = 0
         self._by_hash: dict[bytes, int] = {}
@@ -155,9 +160,10 @@ class BlockPool:
             else:
                 self._shelve(block)
 
-    def publish(self, block: int, name: bytes, parent: bytes) -> bool:
+    def publish(self, block: int, name: bytes, parent: bytes, number: int) -> bool:
         """
-        Publish an owned block under its chain hash. Its KV must be complete.
+        Publish an owned block under its chain hash. Its KV must be complete. `number` is its position in
+        the chain.
 
         Returns False if another block with the same content is published.
         """
@@ -167,6 +173,7 @@ class BlockPool:
         self._by_hash[name] = block
         self._hash[block] = name
         self._parent[block] = parent
+        self._number[block] = number
         return True
 
     def published(self) -> tuple[dict[bytes, int], list[bytes]]:
@@ -215,7 +222,7 @@ class BlockPool:
         if name not in self._children:
             self._add_leaf(block)
         if self._tiers is not None:
-            self._tiers.unused(name, block, parent)
+            self._tiers.unused(name, block, parent, self._number[block])
 
     def _unshelve(self, block: int) -> None:
         parent = self._parent[block]

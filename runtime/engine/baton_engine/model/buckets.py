@@ -49,21 +49,25 @@ class Item:
         return hashlib.sha256(f"{self.path}\0{self.size}\0{self.version}".encode()).hexdigest()
 
 
-def opened(uri: str) -> ObjectStore:
-    """Return the store of `s3://BUCKET/PATH` or `gs://BUCKET/PATH`. Raises SetupError."""
+def opened(uri: str, read_timeout: str = "60s", timeout: str = "24h", retries: int = 10) -> ObjectStore:
+    """
+    Return the store of `s3://BUCKET/PATH` or `gs://BUCKET/PATH`. Raises SetupError.
+
+    By default, the duration of a large file is unlimited; the read timeout ends a stalled connection.
+    """
     from obstore.store import from_url
 
     endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or ""
     with _errors(uri):
-        # The duration of a large file is unlimited; the read timeout ends a stalled connection.
         return from_url(
             uri,
             client_options={
                 "allow_http": endpoint.startswith("http://"),
                 "connect_timeout": "10s",
-                "read_timeout": "60s",
-                "timeout": "24h",
+                "read_timeout": read_timeout,
+                "timeout": timeout,
             },
+            retry_config={"max_retries": retries},
         )
 
 

@@ -196,7 +196,7 @@ class Scheduler:
         adapter = "" if request.adapter is None else request.adapter.name
         for index in range(sequence.published, sequence.computed // size):
             name, parent = sequence.block_hash(index), sequence.parent(index)
-            if self.pool.publish(sequence.blocks[index], name, parent) and events is not None:
+            if self.pool.publish(sequence.blocks[index], name, parent, index) and events is not None:
                 events.stored(name, parent, sequence.tokens(index * size, (index + 1) * size), adapter)
             sequence.published = index + 1
 

@@ -1,1 +1,1 @@
-"""KV blocks that this worker's pool does not have, and that something else has: so far, peers."""
+"""KV blocks that this worker's pool does not have: in its tiers, in a shared store, and at peers."""

@@ -7,19 +7,24 @@ block of the pool, even if the tier's read is still stuck: so its blocks need no
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 
 from baton_api.prompt_report import Fallback
 from baton_engine.requests import Fetch, FetchResult
 from baton_engine.streams import Event
-from baton_engine.tiers.index import Place
-from baton_engine.tiers.store import PoolBytes, Store, TierThread
+from baton_engine.tiers.slab import Bytes
+from baton_engine.tiers.store import PoolBytes, TierThread
 
 log = logging.getLogger(__name__)
+
+Blocks = Callable[[], Generator[tuple[Bytes, int]]]
+"""Reads blocks one by one, each with its sum. Raises OSError. Bytes are valid until the next block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +44,33 @@ class Restored:
 class Restores:
     """The restores of one tier, one after the other."""
 
-    def __init__(self, store: Store, pool: PoolBytes, clock: Callable[[], float] = time.monotonic) -> None:
-        self._store = store
+    def __init__(self, name: str, pool: PoolBytes, clock: Callable[[], float] = time.monotonic) -> None:
+        """`name` is that of the tier."""
+        self._name = name
         self._pool = pool
         self._clock = clock
-        self._thread = TierThread(f"restore-{store.name}")
+        self._thread = TierThread(f"restore-{name}")
         self._running: dict[str, _Restore] = {}
         """By request id, until their report. Belongs to the engine's thread, but for deletions."""
 
     def start(
-        self, fetch: Fetch, places: list[Place], unused: Event, report: Callable[[Restored], None]
+        self,
+        fetch: Fetch,
+        blocks: Blocks,
+        unused: Event,
+        report: Callable[[Restored], None],
+        short: Fallback = Fallback.REJECTED,
     ) -> None:
-        """Restore `places` to the first blocks of `fetch`. `report` is called once, on any thread."""
+        """
+        Restore `blocks` to the first blocks of `fetch`. `report` is called once, on any thread.
+
+        `short` is the reason if there are less than `fetch` has.
+        """
         behind = bool(self._running)
-        restore = _Restore(fetch, places, unused, self._clock, report, self._running, behind)
+        restore = _Restore(fetch, blocks, unused, self._clock, report, self._running, behind, short)
         self._running[fetch.request_id] = restore
         restore.timer.start()
-        self._thread.submit(lambda: restore.run(self._store, self._pool))
+        self._thread.submit(lambda: restore.run(self._name, self._pool))
 
     def cancel(self, request_id: str) -> None:
         restore = self._running.get(request_id)
@@ -73,16 +88,18 @@ class _Restore:
     def __init__(
         self,
         fetch: Fetch,
-        places: list[Place],
+        blocks: Blocks,
         unused: Event,
         clock: Callable[[], float],
         report: Callable[[Restored], None],
         running: dict[str, _Restore],
         behind: bool,
+        short: Fallback,
     ) -> None:
         """`behind`: another restore is under way."""
         self._fetch = fetch
-        self._places = places
+        self._blocks = blocks
+        self._short = short
         self._unused = unused
         self._clock = clock
         self._report = report
@@ -98,27 +115,33 @@ class _Restore:
         self.timer = threading.Timer(fetch.within_s, self.end, (Fallback.DEADLINE,))
         self.timer.daemon = True
 
-    def run(self, store: Store, pool: PoolBytes) -> None:
+    def run(self, name: str, pool: PoolBytes) -> None:
         """On the tier's thread."""
         try:
             if self._behind:
                 self._began = self._clock()
             self._unused.wait()
             self._reading = self._clock()
-            store.expect([place.slot for place in self._places])
-            for place, block in zip(self._places, self._fetch.blocks, strict=False):
-                data = store.read(place.slot)
-                with self._lock:
-                    if self._over:
+            with contextlib.closing(self._blocks()) as blocks:
+                for data, expected in blocks:
+                    with self._lock:
+                        if self._over:
+                            return
+                        good = pool.write(self._fetch.blocks[self._arrived], data, expected)
+                        self._arrived += good
+                    if not good:
+                        self.end(Fallback.CHECKSUM)
                         return
-                    good = pool.write(block, data, place.sum)
-                    self._arrived += good
-                if not good:
-                    self.end(Fallback.CHECKSUM)
-                    return
-            self.end(None if len(self._places) == len(self._fetch.blocks) else Fallback.REJECTED)
+            self.end(None if self._arrived == len(self._fetch.blocks) else self._short)
+        except TimeoutError:
+            self.end(Fallback.DEADLINE)
+        except OSError as error:
+            log.warning("Cannot restore KV blocks from the tier %s: %s", name, error)
+            self.end(Fallback.TRANSFER_FAILED)
+        except CancelledError:
+            self.end(Fallback.CANCELLED)
         except Exception:  # without a report the request would hang
-            log.exception("Cannot restore KV blocks from the tier %s.", store.name)
+            log.exception("Cannot restore KV blocks from the tier %s.", name)
             self.end(Fallback.TRANSFER_FAILED)
 
     def end(self, reason: Fallback | None) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol, TypeVar
@@ -132,7 +133,7 @@ class PoolBytes:
             return False
         self._streams.use()
         with self._streams.side_stream():
-            self._rows[block].copy_(torch.from_numpy(data))
+            self._rows[block].copy_(torch.from_numpy(data if data.flags.writeable else data.copy()))
             self._streams.record().wait()
         return True
 
@@ -209,13 +210,14 @@ Result = TypeVar("Result")
 
 
 class TierThread:
-    """Does one piece of work after the other. Its methods are for one other thread."""
+    """Does one piece of work after the other, or as many at once as it has threads."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, threads: int = 1) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for _ in range(threads)]
         self._closed = False
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
         done: Future[Result] = Future()
@@ -223,6 +225,7 @@ class TierThread:
         def run() -> None:
             if self._closed:
                 done.cancel()
+            if not done.set_running_or_notify_cancel():
                 return
             try:
                 result = work()
@@ -235,11 +238,14 @@ class TierThread:
         return done
 
     def close(self, within_s: float) -> bool:
-        """Leave out what has not begun. Returns whether the thread ends within this time."""
+        """Leave out what has not begun. Returns whether the threads end within this time."""
         self._closed = True
-        self._work.put(None)
-        self._thread.join(within_s)
-        return not self._thread.is_alive()
+        for _ in self._threads:
+            self._work.put(None)
+        until = time.monotonic() + within_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -110,6 +110,79 @@ class Above(Protocol):
         ...
 
 
+class EngineTier(Protocol):
+    """A tier of any kind, as the engine sees it. Used on its thread, but for `flush` and `close`."""
+
+    totals: TierTotals
+
+    @property
+    def name(self) -> str: ...
+
+    def attach(
+        self,
+        pool: BlockPool,
+        post: Callable[[Callable[[], None]], bool],
+        fetched: Callable[[FetchResult], None],
+        events: KvEvents | None,
+    ) -> None:
+        """Connect the engine, before its thread starts. `post` posts a command to it."""
+        ...
+
+    def snapshot(self) -> TierSnapshot:
+        """Any thread."""
+        ...
+
+    def flush(self, until: float) -> None:
+        """Copy what would be lost, until this time. After the engine's thread has ended."""
+        ...
+
+    def close(self) -> None:
+        """After the engine's thread has ended. What is stuck is left behind."""
+        ...
+
+    def pool_unused(self, name: bytes, block: int, parent: bytes, number: int) -> None:
+        """As `PoolTiers.unused`."""
+        ...
+
+    def pool_evicted(self, name: bytes) -> None:
+        """As `PoolTiers.evicted`."""
+        ...
+
+    def has(self, name: bytes) -> bool:
+        """As `PoolTiers.has`."""
+        ...
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        ...
+
+    def announce(self) -> None:
+        """Begin to publish all blocks again."""
+        ...
+
+    def announces(self) -> bool:
+        """Publish some of them. False: all are."""
+        ...
+
+    def clean(self, idle: bool) -> None:
+        """Copy some blocks, if it is time to. `idle`: the engine has nothing else to do."""
+        ...
+
+    def prefix(self, names: Sequence[bytes], start: int) -> TierPrefix | None:
+        """Return the blocks of a chain from block `start` on that can be restored. None: there are none."""
+        ...
+
+    def within_s(self, names: Sequence[bytes], start: int, blocks: int, compute_s: float) -> float:
+        """As `CachedPrefix.read_within_s`, of `blocks` blocks of a chain from block `start` on."""
+        ...
+
+    def start(self, names: Sequence[bytes], fetch: Fetch, unused: Event) -> None:
+        """As `RemotePrefill.start`, for a chain."""
+        ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+
 class Tier:
     """One tier behind the pool of one engine. Used on the engine's thread, but for `flush` and `close`."""
 
@@ -127,7 +200,7 @@ class Tier:
         self._cache = cache
         self._clock = clock
         self._bytes = PoolBytes(cache)
-        self._restores = Restores(store, self._bytes, clock)
+        self._restores = Restores(store.name, self._bytes, clock)
         self._copier = TierThread(f"copy-{store.name}")
         self._speed = PeerSpeed(cache.block_bytes, FIRST_WAIT_S, store.first_bytes_per_s)
         self._index = TierIndex((), store.medium, None)  # until it is attached
@@ -136,7 +209,7 @@ class Tier:
         self._read: Read = self._bytes.read
         if above is not None:
             above._below = self
-            self._read = above._read_slot
+            self._read = above.read_slot
         self._dirty: OrderedDict[bytes, Unused] = OrderedDict()
         """Blocks to be copied, in the order of their last use."""
         self._copying: set[bytes] = set()
@@ -214,6 +287,14 @@ class Tier:
         return self._index.capacity
 
     available = capacity
+
+    def pool_unused(self, name: bytes, block: int, parent: bytes, number: int) -> None:
+        if self._above is None:
+            self.unused(name, Unused(block, parent))
+
+    def pool_evicted(self, name: bytes) -> None:
+        if self._above is None:
+            self.evicted(name)
 
     def unused(self, name: bytes, unused: Unused, again: bool = False) -> None:
         """
@@ -343,8 +424,31 @@ class Tier:
         assert done is not None
         self._then(done)
 
-    def _read_slot(self, slot: int, out: Bytes) -> int:
-        """Copy the bytes of a slot for the tier below. Returns their sum."""
+    # --- For the tiers below ---
+
+    @property
+    def settled(self) -> bool:
+        """Whether there is nothing to be copied to it."""
+        return self._work is None and not self._dirty
+
+    def chain(self, last: bytes, count: int) -> tuple[list[bytes], bytes] | None:
+        """Return the names of `count` blocks up to the block `last`, and the parent of the first one."""
+        names = [last]
+        while (place := self._index.place(names[-1])) is not None:
+            if len(names) == count:
+                return names[::-1], place.parent
+            names.append(place.parent)
+        return None
+
+    def hold(self, names: Sequence[bytes]) -> list[Place]:
+        """Return where these blocks are, which it has. They stay there until `release`."""
+        return self._index.hold(names)
+
+    def release(self, places: Sequence[Place]) -> None:
+        self._index.release(places)
+
+    def read_slot(self, slot: int, out: Bytes) -> int:
+        """Copy the bytes of a slot. Returns their sum. Any thread."""
         np.copyto(out, self._store.read(slot))
         return sum_of(out)
 
@@ -355,9 +459,9 @@ class Tier:
         if start >= len(names) or names[start] not in self._index:
             return None
         count = self._index.matched(names[number] for number in range(start, len(names)))
-        return TierPrefix(self, names, start + count)
+        return TierPrefix(self, names, start, start + count)
 
-    def within_s(self, blocks: int, compute_s: float) -> float:
+    def within_s(self, names: Sequence[bytes], start: int, blocks: int, compute_s: float) -> float:
         speed = self._speed.at(self._clock())
         if speed is None:
             return 0.0
@@ -365,6 +469,8 @@ class Tier:
         return policy.read_within_s(blocks, compute_s, behind)
 
     def start(self, names: Sequence[bytes], fetch: Fetch, unused: Event) -> None:
+        first = fetch.start_block
+        names = names[first : first + len(fetch.blocks)]
         places = self._index.hold(names)
         self._queued += len(places)
 
@@ -372,7 +478,12 @@ class Tier:
             self._post(lambda: self._restored(names, places, restored))
             self._fetched(restored.result)
 
-        self._restores.start(fetch, places, unused, report)
+        def blocks() -> Generator[tuple[Bytes, int]]:
+            self._store.expect([place.slot for place in places])
+            for place in places:
+                yield self._store.read(place.slot), place.sum
+
+        self._restores.start(fetch, blocks, unused, report)
 
     def cancel(self, request_id: str) -> None:
         self._restores.cancel(request_id)
@@ -407,9 +518,11 @@ class Tier:
 class TierPrefix:
     """`CachedPrefix` of one prompt in one tier."""
 
-    tier: Tier
+    tier: EngineTier
     names: Sequence[bytes]
     """Chain hashes of the prompt."""
+    first: int
+    """The first block that is missing."""
     blocks: int
 
     @property
@@ -417,11 +530,10 @@ class TierPrefix:
         return self.tier.name
 
     def read_within_s(self, blocks: int, compute_s: float) -> float:
-        return self.tier.within_s(blocks, compute_s)
+        return self.tier.within_s(self.names, self.first, blocks, compute_s)
 
     def start(self, fetch: Fetch, unused: Event) -> None:
-        first = fetch.start_block
-        self.tier.start(self.names[first : first + len(fetch.blocks)], fetch, unused)
+        self.tier.start(self.names, fetch, unused)
 
     def cancel(self, request_id: str) -> None:
         self.tier.cancel(request_id)
@@ -430,15 +542,17 @@ class TierPrefix:
 class Tiers:
     """All tiers of one worker, as the pool sees them: `PoolTiers`."""
 
-    def __init__(self, tiers: Iterable[Tier]) -> None:
-        """Each tier copies from the one before it, the first one from the pool."""
+    def __init__(self, tiers: Iterable[EngineTier]) -> None:
+        """The first one copies from the pool, the others from tiers before them."""
         self.all = tuple(tiers)
 
-    def unused(self, name: bytes, block: int, parent: bytes) -> None:
-        self.all[0].unused(name, Unused(block, parent))
+    def unused(self, name: bytes, block: int, parent: bytes, number: int) -> None:
+        for tier in self.all:
+            tier.pool_unused(name, block, parent, number)
 
     def evicted(self, name: bytes) -> None:
-        self.all[0].evicted(name)
+        for tier in self.all:
+            tier.pool_evicted(name)
 
     def has(self, name: bytes) -> bool:
         return any(tier.has(name) for tier in self.all)
