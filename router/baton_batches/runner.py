@@ -14,9 +14,9 @@ other requests wait.
 A rejection (429, 503) halves the window and stops sending for the seconds of `Retry-After`. From there it
 grows as TCP's window does: quickly to half of the rejected size, and then by a little per round.
 
-**Queues.** In `PendingLines` new lines go in their order, failed lines when their wait is
-over. A suspect, a line that was in flight during several worker losses, is sent after all other lines, in
-groups limited by `retries`. While a group is in flight, no other line is sent.
+**Queues.** `PendingLines` sends new lines in their order and failed lines when their wait is over. A suspect,
+a line that was in flight during several worker losses, is sent after all other lines, in groups limited by
+`retries`. While a group is in flight, no other line is sent.
 
 `ResultOutbox` posts results in groups, one post at a time; results that arrive meanwhile form the next group.
 A group without a reply is posted again; the ledger keeps the first result of each line, so a repeated post

@@ -6,7 +6,7 @@ which pods may have loaded it, so the operator never unloads an adapter that som
 location is another path: the pod unloads the adapter and loads it again. (With vLLM's `load_inplace`, the
 worker would read the files again for each batch.)
 
-It is read from the object that creates the pods.
+The template of a role and revision is read from the object that creates its pods.
 
 The `lora_path` of the workers' API is a folder in the container, or a repository of the Hugging Face Hub
 that the worker downloads itself. Pods keep running when an adapter is added, so its files have to be where a

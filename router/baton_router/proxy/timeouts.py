@@ -7,8 +7,8 @@ prediction may be wrong. The idle timeout watches an answer for standstill and f
 worker or client.
 
 **Retries.** Overloaded and crashing workers may cause retries for a share of all requests, so that failures
-cannot feed themselves. A crash costs one retry, however many requests were lost in it. A request
-that crashes one worker after another costs one each.
+cannot feed themselves. A crash costs one retry, however many requests were lost in it. A request that
+crashes one worker after another costs one each.
 """
 
 from __future__ import annotations

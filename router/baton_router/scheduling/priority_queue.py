@@ -10,8 +10,8 @@ An entry leaves exactly once: it is taken, discarded, or times out.
 A request's rank is its predicted time to first token, at least 20 ms, minus a tenth of its waiting time. Near
 saturation that order, not the choice of workers, decides the mean wait. Requests close to their deadline go
 first, the earliest deadline first. Requests that miss their deadline in any case go last: running them
-first would make others miss theirs too. Before all go requests that came back from a worker,
-and those that have waited for longer than the limit.
+first would make others miss theirs too. Requests that came back from a worker, and those that have waited for
+longer than the limit, go before all others.
 
 Each round adds the same credit to every waiting tenant. A tenant with credit is served and charged the cost,
 so the cost of a request need not be known before it is chosen. Of two tenants that wait all the time, one
