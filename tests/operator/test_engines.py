@@ -245,6 +245,25 @@ def test_disk_of_baton_workers_is_a_volume_of_each_pod(role: str) -> None:
     assert flag(without, "--kv-disk-tier") is None and named(without["volumeMounts"], "kv-tier") is None
 
 
+STORE: Manifest = {"type": "SharedStore", "size": "1Ti"}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_shared_store_of_baton_workers_is_a_url_or_a_volume_of_all_pods(role: str) -> None:
+    container = main(settled(with_tiers(BATON, MEMORY, {**STORE, "url": "s3://kv/a"})), role)
+    assert flag(container, "--kv-shared-store") == "s3://kv/a"
+    assert flag(container, "--kv-shared-store-size") == str(2**40)
+    assert named(container["volumeMounts"], "kv-shared") is None
+    claim: Manifest = {"persistentVolumeClaim": {"claimName": "kv"}}
+    disk = {**DISK, "volume": {"emptyDir": {}}}
+    cluster = settled(with_tiers(BATON, MEMORY, disk, {**STORE, "volume": claim}))
+    container = main(cluster, role)
+    assert flag(container, "--kv-shared-store") == "file:///kv-shared/blocks"
+    assert named(container["volumeMounts"], "kv-shared") == {"name": "kv-shared", "mountPath": "/kv-shared"}
+    assert named(pod(cluster, role)["volumes"], "kv-shared") == {"name": "kv-shared", **claim}
+    assert flag(container, "--kv-disk-tier") == "/kv-tier/blocks"
+
+
 def named(parts: list[Manifest], name: str) -> Manifest | None:
     return next((dict(one) for one in parts if one["name"] == name), None)
 

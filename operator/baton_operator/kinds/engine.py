@@ -49,22 +49,34 @@ else:
 
 
 @rules(
-    Rule("self.type == 'Disk' || !has(self.volume)", "volume is for a tier of type Disk", ".volume"),
+    Rule("self.type != 'Memory' || !has(self.volume)", "a tier of type Memory has no volume", ".volume"),
+    Rule("self.type == 'SharedStore' || !has(self.url)", "url is for a tier of type SharedStore", ".url"),
+    Rule(
+        "self.type != 'SharedStore' || has(self.url) != has(self.volume)",
+        "a tier of type SharedStore needs either url or volume",
+        ".url",
+    ),
 )
 class KvCacheTier(Part):
     """A place for KV blocks that the memory of the accelerator has no room for."""
 
-    type: Literal["Memory", "Disk"]
-    """Memory: of the pod, which its limit must have room for. Disk: a volume."""
+    type: Literal["Memory", "Disk", "SharedStore"]
+    """Memory: of the pod, which its limit must have room for. Disk: a volume. SharedStore: object storage, or
+    a volume, that all workers share; type Baton only."""
 
     size: Quantity
-    """Bytes of each worker, such as 64Gi. vLLM does not limit what it writes to a disk: there it is the size
-    of the claim."""
+    """Bytes of each worker, such as 64Gi; of SharedStore, those of all workers together. vLLM does not limit
+    what it writes to a disk: there it is the size of the claim."""
+
+    url: Annotated[str, Field(pattern="^(s3|gs|az)://[^/]+", max_length=1024)] | None = None
+    """SharedStore: s3://BUCKET/PATH, gs://BUCKET/PATH or az://CONTAINER/PATH. Credentials are those of the
+    pod's service account, or variables of `env` from a Secret, such as AWS_ACCESS_KEY_ID."""
 
     volume: Anything | None = None
-    """Disk: source of the volume, as in a pod, such as persistentVolumeClaim. What one worker stores in a
-    persistentVolumeClaim or nfs, all workers can restore; those of type Baton need a disk of their own.
-    Default: each pod has a new claim of `size` in the default StorageClass, which is deleted with the pod."""
+    """Source of the volume, as in a pod, such as persistentVolumeClaim. SharedStore: one that all pods can
+    mount to read and write, persistentVolumeClaim or nfs. Disk: what one worker stores in such a volume, all
+    workers can restore; those of type Baton need a disk of their own. Default of Disk: each pod has a new
+    claim of `size` in the default StorageClass, which is deleted with the pod."""
 
 
 @rules(
@@ -92,9 +104,15 @@ class KvCacheTier(Part):
         ".kvCacheTiers",
     ),
     Rule(
-        "!has(self.kvCacheTiers) || !self.kvCacheTiers.exists(one, one.type == 'Disk') || "
+        "!has(self.kvCacheTiers) || !self.kvCacheTiers.exists(one, one.type != 'Memory') || "
         "self.kvCacheTiers.exists(one, one.type == 'Memory')",
-        "a tier of type Disk needs one of type Memory, through which its blocks pass",
+        "a tier of type Disk or SharedStore needs one of type Memory, through which its blocks pass",
+        ".kvCacheTiers",
+    ),
+    Rule(
+        "self.type == 'Baton' || !has(self.kvCacheTiers) || "
+        "!self.kvCacheTiers.exists(one, one.type == 'SharedStore')",
+        "a tier of type SharedStore is for type Baton: others share a Disk, by a volume that pods share",
         ".kvCacheTiers",
     ),
 )
@@ -131,7 +149,7 @@ class Engine(Part):
     """Memory for the KV cache of each worker, such as 4GiB. Default: the memory that is free after the
     weights are loaded."""
 
-    kv_cache_tiers: Annotated[list[KvCacheTier], Field(max_length=2)] = []
+    kv_cache_tiers: Annotated[list[KvCacheTier], Field(max_length=3)] = []
     """Tiers of workers of type Baton, vLLM and SGLang, for KV blocks that leave the KV cache. A prompt whose
     blocks are there is restored instead of computed, by type Baton only where that is sooner. Baton: without
     tensor parallelism. SGLang: not for decode workers of a pair, which have no prefix cache."""

@@ -63,6 +63,9 @@ def _flags(worker: WorkerPod) -> list[str]:
             f"--kv-disk-tier={tiers.FOLDER}/blocks",
             f"--kv-disk-tier-size={int(amount(disk.size))}",
         ]
+    if store := tiers.shared(engine):
+        url = store.url or f"file://{tiers.SHARED_FOLDER}/blocks"
+        flags += [f"--kv-shared-store={url}", f"--kv-shared-store-size={int(amount(store.size))}"]
     return flags + lora_flags(engine)
 
 

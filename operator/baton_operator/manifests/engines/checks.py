@@ -135,6 +135,12 @@ def _check_tiers(engine: Engine, path: str, role: WorkerRole) -> None:
             "spec.engine.kvCacheTiers has a volume that pods share, and each worker of type Baton needs a "
             "disk of its own. Remove its `volume`, or use emptyDir or ephemeral."
         )
+    store = tiers.shared(engine)
+    if store is not None and store.volume is not None and not tiers.is_shared(store):
+        raise ValueError(
+            "spec.engine.kvCacheTiers has a tier of type SharedStore with a volume that pods do not share. "
+            "Use persistentVolumeClaim with access mode ReadWriteMany, or nfs, or set url."
+        )
     _check_memory(engine, path, role)
 
 

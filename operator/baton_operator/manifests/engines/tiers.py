@@ -16,6 +16,11 @@ FOLDER = "/kv-tier"
 
 VOLUME = "kv-tier"
 
+SHARED_FOLDER = "/kv-shared"
+"""Where containers mount the volume of a shared store."""
+
+SHARED_VOLUME = "kv-shared"
+
 
 _SHARED = frozenset({"persistentVolumeClaim", "nfs"})
 """Sources whose volume is the same one in all pods."""
@@ -35,6 +40,11 @@ def disk(engine: Engine) -> KvCacheTier | None:
     return next((tier for tier in engine.kv_cache_tiers if tier.type == "Disk"), None)
 
 
+def shared(engine: Engine) -> KvCacheTier | None:
+    """Return the store that workers share, if there is one."""
+    return next((tier for tier in engine.kv_cache_tiers if tier.type == "SharedStore"), None)
+
+
 def is_shared(tier: KvCacheTier) -> bool:
     """Return whether all pods of the service have the same disk."""
     return not _SHARED.isdisjoint(tier.volume or {})
@@ -46,13 +56,24 @@ def is_of_one_pod(tier: KvCacheTier) -> bool:
 
 
 def volumes(engine: Engine) -> list[Manifest]:
-    """Return the volume of the disk. By default each pod has a claim of its own, which ends with the pod."""
-    tier = disk(engine)
-    if tier is None:
-        return []
-    claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": tier.size}}}
-    return [{"name": VOLUME, **(tier.volume or {"ephemeral": {"volumeClaimTemplate": {"spec": claim}}})}]
+    """
+    Return the volumes of the disk and of the shared store.
+
+    By default each pod has a claim of its own for the disk, which ends with the pod.
+    """
+    found: list[Manifest] = []
+    if tier := disk(engine):
+        claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": tier.size}}}
+        found.append(
+            {"name": VOLUME, **(tier.volume or {"ephemeral": {"volumeClaimTemplate": {"spec": claim}}})}
+        )
+    if (store := shared(engine)) and store.volume:
+        found.append({"name": SHARED_VOLUME, **store.volume})
+    return found
 
 
 def mounts(engine: Engine) -> list[Manifest]:
-    return [{"name": VOLUME, "mountPath": FOLDER}] if disk(engine) else []
+    found = [{"name": VOLUME, "mountPath": FOLDER}] if disk(engine) else []
+    if (store := shared(engine)) and store.volume:
+        found.append({"name": SHARED_VOLUME, "mountPath": SHARED_FOLDER})
+    return found
