@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -44,6 +45,7 @@ from baton_engine.tiers.shared import SharedTier
 from baton_engine.tiers.slab import Bytes, Checked, sum_of
 from baton_engine.tiers.store import MemoryStore
 from baton_engine.tiers.tier import EngineTier, Tier, TierSnapshot
+from tests.batches.s3_server import KEYS, S3Server
 from tests.engine.fake_model import make_cache
 from tests.engine.serving import Serving, prompt_of, request_of
 from tests.engine.test_tiers import POOL, Heard, SlowPasses, sources
@@ -237,6 +239,35 @@ def group_of(seed: int) -> tuple[Group, Bytes]:
     rows[:] = chance.integers(0, 256, rows.shape, dtype=np.uint8)
     names = tuple(chance.bytes(16) for _ in rows)
     return Group(2, b"p" * 16, names, tuple(map(sum_of, rows))), content
+
+
+@pytest.mark.slow
+def test_shared_objects_of_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real server: what one worker put there, another one restores; a dead server is a computation."""
+    server = S3Server(tmp_path)
+    for name, value in {**KEYS, "AWS_ENDPOINT_URL": server.endpoint}.items():
+        monkeypatch.setenv(name, value)
+    try:
+        store = opened("s3://bucket/kv")
+        test_shared_put_does_not_replace_an_object(store)
+        objects = BlockObjects(store, MODEL, BLOCK, EACH)
+        found = objects.find(group_of(1)[0].key)
+        assert found is not None and objects.find(b"none of 16 bytes") is None
+        with pytest.raises(FileNotFoundError):
+            objects.read(replace(found, version='"another"'), 0, 1)
+        prompt = prompt_of(41, 4)
+        expected = answered(store, prompt)
+        with Sharing(store) as serving:
+            assert serving.run(request_of("b", prompt=prompt)) == [expected]
+            assert sources(serving, "b") == {"shared": 40}
+        objects.clear()
+        assert objects.list() == [] == server.objects()
+        with Sharing(opened("s3://bucket/kv")) as serving:
+            serving.rested()
+            server.stop()
+            assert serving.run(request_of("c", prompt=prompt)) == [expected]
+    finally:
+        server.close()
 
 
 def test_shared_prompt_goes_on_from_what_pool_and_memory_have(store: ObjectStore | Path) -> None:
@@ -750,6 +781,7 @@ def test_shared_files_of_killed_writers_are_deleted(tmp_path: Path) -> None:
 
 KILLED = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 import numpy as np
 from baton_engine.tiers.objects import BlockObjects, Group, header_bytes

@@ -628,6 +628,11 @@ REFUSED = [
         ["spec.engine.kvCacheTiers", "pods share", "emptyDir"], id="one disk of all Baton workers",
     ),
     pytest.param(
+        BATON, {"engine": {"kvCacheTiers": [MEMORY, {**STORE, "volume": {"emptyDir": {}}}]}},
+        ["SharedStore", "volume that pods do not share", "ReadWriteMany", "url"],
+        id="shared store of one pod",
+    ),
+    pytest.param(
         BATON, {"engine": {"kvCacheTiers": [MEMORY, {**DISK, "volume": {"hostPath": {"path": "/mnt"}}}]}},
         ["spec.engine.kvCacheTiers", "pods share", "emptyDir"], id="one disk of the Baton workers of a node",
     ),
