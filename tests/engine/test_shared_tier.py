@@ -630,9 +630,12 @@ def test_outdated_is_the_same_for_all_and_enough() -> None:
         assert outdated(left, size, expiry_s, now=5.0) == []
 
 
-@pytest.mark.parametrize("writers", [1, 3])
-def test_shared_size_is_kept_by_several_writers(writers: int) -> None:
+@pytest.mark.parametrize(("writers", "unlisted"), [(1, 1 / 16), (3, 1 / 16), (1, 1.0), (2, 0.3)])
+def test_shared_size_is_kept_by_several_writers(
+    writers: int, unlisted: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The bound of `SharedTier`, looked at after every prompt."""
+    monkeypatch.setattr(shared_module, "UNLISTED", unlisted)
     store, size = ObjectMemory(), 20 * OBJECT
     servings = [Sharing(store, size=size).__enter__() for _ in range(writers)]
     largest = 0
