@@ -311,7 +311,7 @@ LOCAL_ROUTER_FIELDS = frozenset(
 )
 """Settings that `up` passes to its router."""
 
-WORKER_FIELDS = frozenset({"role", "name", "control_host", "control_port", "ticket_secret"})
+WORKER_FIELDS = frozenset({"role", "name", "control_host", "control_port", "ticket_secret", "compute_share"})
 """Settings that `up` and `demo` set for each worker."""
 
 

@@ -122,7 +122,7 @@ class Plan:
 
     def _compute_share(self, role: Role) -> dict[str, float]:
         """Return the workers' setting about the time in which they compute, if they rest in a part of it."""
-        if self.prefill_share is None or not self.prefill:
+        if self.prefill_share is None:
             return {}
         prefill = role == Role.PREFILL
         share = self.prefill_share if prefill else 1 - self.prefill_share
@@ -341,6 +341,10 @@ def make_plan(
         raise SetupError(
             "--transfer loopback works within one process only, and `baton up` starts several. Use nixl, or "
             "`baton serve`."
+        )
+    if prefill_share is not None and not prefill:
+        raise SetupError(
+            "--prefill-share needs prefill workers, and --prefill 0 starts none. Leave one of them out."
         )
     # Each worker measures the free memory at its start. They start together, so they share it.
     share: dict[str, Any] = {}

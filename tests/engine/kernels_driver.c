@@ -284,6 +284,8 @@ static int lends_what_others_leave(void) {
         {"never computed", 6, BETWEEN_STEPS, 0, 0, 0, 6},
         {"computes", 6, WITHIN_STEP, now, 0, 0, 0},
         {"rests", 6, RESTING, now, 0, 0, 6},
+        {"died in a rest", 6, RESTING, dead, 0, 0, 6},
+        {"rests for two", 2, RESTING, now, 4, now, 1},
         {"within a long phase", 6, WITHIN_STEP, dead + 1, 0, 0, 0},
         {"died within a step", 6, WITHIN_STEP, dead, 0, 0, 6},
         {"between two steps", 6, BETWEEN_STEPS, paused + 1, 0, 0, 0},
@@ -314,7 +316,8 @@ static int rests_for_others_that_compute(void) {
     } cases[] = {
         {"no other", {0}, 0},
         {"within a step", {.threads = 1, .doing = WITHIN_STEP, .at = now}, 1},
-        {"between two steps", {.threads = 1, .doing = BETWEEN_STEPS, .at = now}, 0},
+        {"between two steps", {.threads = 1, .doing = BETWEEN_STEPS, .at = now}, 1},
+        {"pauses", {.threads = 1, .doing = BETWEEN_STEPS, .at = now - LEND_NANOSECONDS}, 0},
         {"rests itself", {.threads = 1, .doing = RESTING, .at = now}, 0},
         {"within a step, and yields too", {.threads = 1, .doing = WITHIN_STEP, .at = now, .yields = 1}, 0},
         {"died within a step", {.threads = 1, .doing = WITHIN_STEP, .at = now - SILENT_NANOSECONDS}, 0},
@@ -327,6 +330,39 @@ static int rests_for_others_that_compute(void) {
         return 0;
     }
     return 1;
+}
+
+static size_t two_chunks(void *self, size_t phase) {
+    (void)self, (void)phase;
+    return 2;
+}
+
+static void compute_a_moment(void *self, size_t phase, size_t chunk, size_t thread) {
+    (void)self, (void)phase, (void)chunk, (void)thread;
+    for (int64_t end = nanoseconds() + SHORTEST_REST_NANOSECONDS; nanoseconds() < end;) {}
+}
+
+/* Returns whether a rest is owed for steps beside others only, a pause counts as one, and an interrupt ends it. */
+static int owes_rests_for_steps_beside_others(void) {
+    const int64_t ever = INT64_MAX / 2;
+    struct seat all[2] = {{0}, {.threads = 1}};
+    struct pool *pool = pool_create(1, 1, (struct lending){.seats = all, .count = 2, .own = 0, .cores = 2, .rest = 1});
+    const struct job job = {.phases = 1, .chunks = two_chunks, .run = compute_a_moment, .interruptible = 1};
+    if (!pool) return 0;
+    pool_run(pool, &job);
+    const int64_t alone = pool->owed;
+    all[1].doing = WITHIN_STEP, all[1].at = ever;
+    pool_run(pool, &job);
+    const int64_t beside = pool->owed;
+    pool->ended -= beside + LEND_NANOSECONDS;
+    rest(pool, &job);
+    const int64_t paused = pool->owed, doing = all[0].doing;
+    pool->owed = 60 * SILENT_NANOSECONDS, pool->ended = nanoseconds(), pool->interrupted = 1;
+    rest(pool, &job);
+    pool_destroy(pool);
+    if (alone || beside < SHORTEST_REST_NANOSECONDS || paused || doing == RESTING)
+        printf("owed: %d alone, %d beside others, %d after a pause\n", (int)alone, (int)beside, (int)paused);
+    return !alone && beside >= SHORTEST_REST_NANOSECONDS && !paused && doing != RESTING;
 }
 
 /* Returns whether a row of infinities has NaN as its scale. The sums of its bytes overflow. */
@@ -352,7 +388,7 @@ int main(void) {
          .post_norm = 1, .joint_norm = 1},
     };
     pthread_t other;
-    if (!baton_sound() || !lends_what_others_leave() || !rests_for_others_that_compute() || !rounds_infinities()) return 1;
+    if (!baton_sound() || !lends_what_others_leave() || !rests_for_others_that_compute() || !owes_rests_for_steps_beside_others() || !rounds_infinities()) return 1;
     if (pthread_create(&other, NULL, compute_and_pause, NULL)) return 1;
     for (size_t nth = 0; nth < sizeof specs / sizeof *specs; nth++)
         for (int kind = FLOAT32; kind <= BFLOAT16; kind++)

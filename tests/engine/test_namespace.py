@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton_engine.tiers import namespace
-from baton_engine.tiers.namespace import PIECE_BYTES, SETTLED_S, Weights
+from baton_engine.tiers.namespace import PIECE_BYTES, SETTLED_S, Weights, settled
 from baton_engine.tiers.slab import WEIGHTS
 
 LATER = time.time() + 1000
@@ -48,6 +48,22 @@ def read(model: Path, kept: Path) -> bool:
         content = json.loads(record.read_bytes())
         record.write_text(json.dumps(["wrong", *content[1:]]))
     return Weights.of(model, kept, LATER).digest != "wrong"
+
+
+@pytest.mark.parametrize(
+    ("modified", "changed", "known"),
+    [
+        pytest.param(1.5, 2.5, True, id="long ago"),
+        pytest.param(1.5, 1000.5 - SETTLED_S, False, id="changed lately"),
+        pytest.param(1000.5 - SETTLED_S, 2.5, False, id="written lately"),
+        pytest.param(1.5, 2.0, False, id="an image's time, which who builds it can set"),
+    ],
+)
+def test_digest_is_kept_for_files_whose_changes_would_show(
+    modified: float, changed: float, known: bool
+) -> None:
+    states = [[1, 1, 1, 10**8, 10**8], [1, 2, 1, int(modified * 1e9), int(changed * 1e9)]]
+    assert settled(states, now=1000.0) is known
 
 
 def test_namespace_differs_with_any_bit_of_the_weights_and_the_version(

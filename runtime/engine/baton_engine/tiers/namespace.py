@@ -3,7 +3,8 @@ What distinguishes the blocks of a model, in a place that outlives the process.
 
 All bytes of its weights count. The digest of `Compatibility` has samples of them only, and a fine-tune may
 change others. To read all takes long, so their digest is kept beside the blocks, with what the system says of
-the files: any change of a file changes its `st_ctime_ns`, which no program can set.
+the files: any change of a file changes its `st_ctime_ns`, which no program can set. The exception are changes by
+mapped memory on a tmpfs, which never writes them.
 """
 
 from __future__ import annotations
@@ -71,9 +72,8 @@ class Weights:
         with ThreadPoolExecutor(READERS) as readers:
             for each in readers.map(_sum_of_piece, pieces):
                 digest.update(each)
-        latest = max((nanoseconds for state in states for nanoseconds in state[3:]), default=0)
-        settled = latest < (now - SETTLED_S) * 1e9 and states == _states(files)
-        return cls(digest.hexdigest(), states if settled else [])
+        kept = settled(states, now) and states == _states(files)
+        return cls(digest.hexdigest(), states if kept else [])
 
     def keep(self, folder: Path) -> None:
         """Keep the digest in a folder of blocks for `of`, where that is possible."""
@@ -90,6 +90,17 @@ class Weights:
         """Return the name of what these weights compute. `compatibility` is the digest of `Compatibility`."""
         text = f"baton-kv-blocks {__version__} {compatibility} {self.digest}"
         return hashlib.sha256(text.encode()).digest()[:NAME_BYTES]
+
+
+def settled(states: Iterable[State], now: float) -> bool:
+    """Return whether a later change of any of these files would change its state."""
+    for *_, modified, changed in states:
+        if max(modified, changed) >= (now - SETTLED_S) * 1e9:
+            return False
+        # In whole seconds it is the time of an image (squashfs, erofs), and who builds that can set it.
+        if changed % 10**9 == 0:
+            return False
+    return True
 
 
 def _states(files: Iterable[Path]) -> list[State]:

@@ -329,7 +329,12 @@ def delete(folder: Path) -> int:
     try:
         os.close(_open_ours(folder))
         size = 0
-        for name in WEIGHTS, BLOCKS, HEADERS:  # the headers last: they say whose blocks those are
+        for name in (
+            WEIGHTS,
+            f"{WEIGHTS}.part",
+            BLOCKS,
+            HEADERS,
+        ):  # the headers last: they say whose blocks those are
             path = folder / name
             with contextlib.suppress(FileNotFoundError):
                 size += path.lstat().st_size

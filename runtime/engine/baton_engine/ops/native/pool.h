@@ -118,34 +118,50 @@ static inline int64_t nanoseconds(void) {
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Returns how many spare threads may run at `now`: workers that compute share what the others leave. */
+/* Returns whether a worker with this seat computes at `now`: it is within a step, or will be soon. */
+static int computes(const struct seat *seat, int64_t now) {
+    const int64_t doing = atomic_load_explicit(&seat->doing, memory_order_relaxed);
+    const int64_t most = doing == WITHIN_STEP ? SILENT_NANOSECONDS : doing == BETWEEN_STEPS ? LEND_NANOSECONDS : 0;
+    return now - atomic_load_explicit(&seat->at, memory_order_relaxed) < most;
+}
+
+static int rests(const struct seat *seat, int64_t now) {
+    const int64_t silent = now - atomic_load_explicit(&seat->at, memory_order_relaxed);
+    return atomic_load_explicit(&seat->doing, memory_order_relaxed) == RESTING && silent < SILENT_NANOSECONDS;
+}
+
+/*
+ * Returns how many spare threads may run at `now`. Workers that compute share what those leave that do not. Cores of
+ * those that rest are for the workers that never do.
+ */
 static int64_t lent(const struct lending *lending, int64_t now) {
     if (!lending->seats) return 0;
-    int64_t taken = atomic_load_explicit(&lending->seats[lending->own].threads, memory_order_relaxed), workers = 1;
+    const struct seat *own = &lending->seats[lending->own];
+    int64_t taken = atomic_load_explicit(&own->threads, memory_order_relaxed), resting = 0, workers = 1, steady = 1;
     for (int64_t i = 0; i < lending->count; i++) {
         const struct seat *seat = &lending->seats[i];
-        if (i == lending->own) continue;
         const int64_t threads = atomic_load_explicit(&seat->threads, memory_order_relaxed);
-        const int64_t silent = now - atomic_load_explicit(&seat->at, memory_order_relaxed);
-        const int64_t doing = atomic_load_explicit(&seat->doing, memory_order_relaxed);
-        const int64_t kept = doing == WITHIN_STEP ? SILENT_NANOSECONDS : doing == BETWEEN_STEPS ? LEND_NANOSECONDS : 0;
-        if (threads > 0 && silent < kept) taken += threads, workers++;
+        if (i == lending->own || threads <= 0) continue;
+        if (computes(seat, now)) {
+            taken += threads, workers++;
+            steady += !atomic_load_explicit(&seat->yields, memory_order_relaxed);
+        } else if (rests(seat, now))
+            taken += threads, resting += threads;
     }
-    return lending->cores > taken ? (lending->cores - taken) / workers : 0;
+    const int64_t idle = lending->cores > taken ? (lending->cores - taken) / workers : 0;
+    return idle + (atomic_load_explicit(&own->yields, memory_order_relaxed) ? 0 : resting / steady);
 }
 
 static int is_barred(const struct pool *pool, size_t thread) {
     return thread >= pool->own && (int64_t)(thread - pool->own) >= lent(&pool->lending, nanoseconds());
 }
 
-/* Returns whether a worker for which this one rests is within a step at `now`. */
+/* Returns whether a worker for which this one rests computes at `now`. */
 static int others_compute(const struct lending *lending, int64_t now) {
     for (int64_t i = 0; lending->seats && i < lending->count; i++) {
         const struct seat *seat = &lending->seats[i];
-        const int64_t silent = now - atomic_load_explicit(&seat->at, memory_order_relaxed);
-        const int computing = atomic_load_explicit(&seat->doing, memory_order_relaxed) == WITHIN_STEP;
         const int yields = atomic_load_explicit(&seat->yields, memory_order_relaxed) != 0;
-        if (i != lending->own && !yields && computing && silent < SILENT_NANOSECONDS) return 1;
+        if (i != lending->own && !yields && computes(seat, now)) return 1;
     }
     return 0;
 }
@@ -158,12 +174,15 @@ static void tell(const struct pool *pool, int64_t doing) {
     atomic_store_explicit(&seat->doing, doing, memory_order_relaxed);
 }
 
-/* Leaves the cores to the workers that compute, for the time that is owed. */
-static void rest(struct pool *pool) {
+/* Leaves the cores to the workers that compute, for the time that is owed. A pause was a rest, too. */
+static void rest(struct pool *pool, const struct job *job) {
+    const int64_t began = nanoseconds(), paused = began - pool->ended;
+    if (paused >= LEND_NANOSECONDS) pool->owed -= paused < pool->owed ? paused : pool->owed;
     if (pool->owed < SHORTEST_REST_NANOSECONDS) return;
-    const int64_t began = nanoseconds(), end = began + pool->owed;
+    const int64_t end = began + pool->owed;
     pool->owed = 0;
     for (int64_t now = began; now < end && others_compute(&pool->lending, now); now = nanoseconds()) {
+        if (job->interruptible && atomic_load(&pool->interrupted)) return;
         if (now == began) tell(pool, RESTING);
         const int64_t pause = end - now < LOOK_NANOSECONDS ? end - now : LOOK_NANOSECONDS;
         nanosleep(&(struct timespec){.tv_nsec = pause}, NULL);
@@ -255,7 +274,7 @@ static void *work(void *argument) {
 /* Runs all phases of `job`; returns 0 if it was interrupted. Calls must not overlap. */
 static int pool_run(struct pool *pool, const struct job *job) {
     int in_a_run = nanoseconds() - pool->ended < NEXT_STEP_NANOSECONDS;
-    rest(pool);
+    rest(pool, job);
     const int64_t began = nanoseconds();
     atomic_store_explicit(&pool->idle_spin, in_a_run ? NEXT_STEP_NANOSECONDS : IDLE_SPIN_NANOSECONDS, memory_order_relaxed);
     pool->phase = 0;
@@ -268,7 +287,8 @@ static int pool_run(struct pool *pool, const struct job *job) {
         if (!take(pool, 0)) await_change(pool, word, 0);
     }
     pool->ended = nanoseconds();
-    pool->owed += (int64_t)(pool->lending.rest * (double)(pool->ended - began));
+    if (others_compute(&pool->lending, pool->ended))
+        pool->owed += (int64_t)(pool->lending.rest * (double)(pool->ended - began));
     return pool->phase == job->phases;
 }
 
