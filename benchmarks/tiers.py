@@ -145,10 +145,11 @@ class Llama:
             "ignore_eos": True,
             "stream": True,
             "cache_prompt": True,
+            "return_tokens": True,
         }
         tokens: list[int] = []
         sent, first, cached = time.perf_counter(), 0.0, 0
-        for event in _events(self.port, "/completion", {**body, "cache_prompt": True, "return_tokens": True}):
+        for event in _events(self.port, "/completion", body):
             first = first or time.perf_counter()
             tokens += event["tokens"]
             cached = event.get("timings", {}).get("cache_n", cached)

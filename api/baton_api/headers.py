@@ -35,7 +35,7 @@ WORKER = "x-baton-worker"
 
 RESUMABLE = "x-baton-resumable"
 """Router to worker: report the resume state beside the stream, or what it has cost so far where it cannot be
-resumed. See `baton_api.stream_comments` and `baton_api.stream_comments`."""
+resumed. See `baton_api.stream_comments`."""
 
 USAGE = "x-baton-usage"
 """Worker to router: tokens of a whole answer. See `baton_api.stream_comments`."""

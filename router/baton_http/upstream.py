@@ -5,7 +5,7 @@ Requests are bytes; a response is an `UpstreamExchange`. Its body comes in the p
 most about `BUFFERED` bytes of it wait here, so a slow client slows the worker down. Connections are reused.
 Every failure of a worker is raised as `UpstreamLost` with its cause in one word.
 
-`Upstream.fetch` and the pool are for short requests; the proxy's hot path builds its own heads
+The method `fetch` and the pool are for short requests; the proxy's hot path builds its own heads
 (`baton_router.engines.heads`).
 """
 

@@ -272,7 +272,7 @@ def test_worker_in_its_own_network_keeps_its_ports(
 ) -> None:
     cluster = FakeCluster({**MINIMAL, **roles, "transfer": {"controlPort": 6000}})
     cluster.settle()
-    (named,) = [pods for name, pods in listening(cluster).items() if f"-{role}-" in name]
+    (named,) = [ports for name, ports in listening(cluster).items() if f"-{role}-" in name]
     assert named == {"http": 8000, "kv-events": 5558, "kv-replay": 5559, **control}
     pod = first(cluster, "Deployment", role)
     flags = [one for one in pod["containers"][0]["args"] if one.startswith("--control")]

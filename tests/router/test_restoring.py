@@ -325,12 +325,19 @@ def test_expected_tokens_are_counted_by_tier() -> None:
 
 class Peered(Cluster):
     """
-    A pair whose decode worker generated an answer of 8,000 bytes, and prefill workers that may read it.
+    A pair whose decode worker generated an answer, and prefill workers that may read it.
 
-    All compute 0.1 ms for each token.
+    By default it has 2,000 tokens, and all compute 0.1 ms for each token.
     """
 
-    def __init__(self, prefills: int = 2, peers: bool = True, decodes: int = 1) -> None:
+    def __init__(
+        self,
+        prefills: int = 2,
+        peers: bool = True,
+        decodes: int = 1,
+        answer: int = 2_000,
+        token_s: float = 1e-4,
+    ) -> None:
         super().__init__(decodes=decodes, prefills=prefills, local_tokens=0)
         load: dict[str, Any] = {"model": "tiny", "epoch": "1", "compatibility": "c", "total_blocks": 10_000}
         for one in (*self.decodes, *self.prefills):
@@ -339,10 +346,10 @@ class Peered(Cluster):
         for one in self.prefills:
             cost = self.planner.worker_states.of(one).prefill_cost
             for tokens in range(1_000, 1_000 * (4 * RELIABLE_AFTER), 1_000):
-                cost.learn(tokens, tokens, tokens * 1e-4)
+                cost.learn(tokens, tokens, tokens * token_s)
         self.first = self.serve(talk("q" * 4_000))
-        self.turn = talk("q" * 4_000, "a" * 8_000, "and then?" * 400)
-        """1,000 tokens, 2,000 generated ones, and 900 new ones."""
+        self.turn = talk("q" * 4_000, "a" * 4 * answer, "and then?" * 400)
+        """1,000 tokens, the answer, and 900 new ones."""
 
     def plan(self) -> Placement:
         """Where the next turn would go; it is not sent."""
@@ -402,6 +409,15 @@ def test_time_of_reading_from_a_peer_is_learned(token_s: float) -> None:
         cluster.planner.began(placement, cluster.report(placement, 3_000, took), cluster.now)
     cost = cluster.state(placement).restore[PEER]
     assert cost.seconds(2_000, 0.0) == pytest.approx(0.02 + 2_000 * token_s, rel=0.2)
+
+
+def test_short_answer_that_is_read_stays_cheaper_than_computing_it() -> None:
+    cluster = Peered(prefills=1, answer=200, token_s=1e-3)
+    for _ in range(40):
+        placement = cluster.plan()
+        assert tokens_of(placement.restored)["peer"] == pytest.approx(200, abs=16)
+        took = 0.03 + cluster.state(placement).prefill_cost.seconds(900, 2_100)
+        cluster.planner.began(placement, cluster.report(placement, 1_200, took), cluster.now)
 
 
 def test_peer_that_is_never_read_becomes_as_dear_as_computing_and_no_cache_counts_as_wrong() -> None:

@@ -32,8 +32,9 @@ SCHEDULING = Row(
             title="Prefix cache hit rate: expected and actual",
             description="Ratio of prompt tokens that the router expected in the worker's cache, and that "
             "it contained. Those expected from a tier are a part of the expected ones: the worker restores "
-            "them. Expected above actual: blocks were evicted (see Cache accuracy). Actual above expected: "
-            "KV events are missing.",
+            "them. Those from a peer, the decode worker, are not: they raise the actual ones only. Expected "
+            "above actual: blocks were evicted (see Cache accuracy). Actual above expected by more than "
+            "those from a peer: KV events are missing.",
             unit=PERCENT,
             queries=(
                 Query(

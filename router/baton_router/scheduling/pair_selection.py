@@ -3,7 +3,7 @@ Selection of the pair of workers that answers soonest without delaying other req
 
 A prompt is computed by a prefill worker, whose blocks a decode worker takes over, or by the decode worker
 itself (local prefill). The time of each option is predicted from learned costs (`costs`), cached prefixes
-(`prefix_index`) and booked work (`bookings`). No threshold defines a short prompt: a short or cached prompt
+(`prefix_index`) and booked work (`worker`). No threshold defines a short prompt: a short or cached prompt
 is faster where it is generated, and the prediction shows it.
 
 By default the price of an option is its seconds for this request, plus the delay that it causes for later

@@ -401,7 +401,8 @@ class PlacementPlanner:
         if restored < MIN_RESTORED_TOKENS:
             state.prefill_cost.learn(uncached, report.tokens, compute_s)
             source, tokens = placement.restored[-1] if placement.restored else ("", 0)
-            if source == PEER and state is placement.prefill_state:  # it was not read: so it costs as much
+            came = 2 * restored >= tokens * report.tokens / placement.tokens
+            if source == PEER and not came and state is placement.prefill_state:  # so it costs as much
                 state.restore[PEER].learn(tokens, state.prefill_cost.seconds(tokens, placement.tokens))
             return
         tier, tokens = placement.reachable[0]

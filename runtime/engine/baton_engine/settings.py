@@ -199,8 +199,8 @@ class WorkerSettings(BaseSettings):
     worker, and NUMBER counts from 0. Empty: the kernels use their own threads only."""
 
     compute_share: float = Field(default=1, gt=0, le=1)
-    """Share of the time in which this worker computes while those of --shared-cores do whose share is 1. In the
-    rest of it, they use its cores. `baton up --prefill-share` sets it."""
+    """Share of the time in which this worker computes while those of --shared-cores do whose share is 1. In
+    the rest of it, they use its cores. `baton up --prefill-share` sets it."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Number of ranks that divide the model's heads and matrices: processes that share the CPU's threads, or

@@ -46,8 +46,9 @@ function cost(price, unit) {
 }
 
 function cache(record) {
-  const restored = Object.entries(record.decision.expected_restored).map(([tier, tokens]) => `${tokens} from ${tier}`);
-  const expected = `${record.decision.expected_cached}${restored.length ? ` (restored: ${restored.join(", ")})` : ""}`;
+  const {peer, ...tiers} = record.decision.expected_restored; // those of a peer are not among the expected
+  const restored = Object.entries(tiers).map(([tier, tokens]) => `${tokens} from ${tier}`);
+  const expected = `${record.decision.expected_cached}${restored.length ? ` (restored: ${restored.join(", ")})` : ""}${peer ? `, and ${peer} from the decode worker` : ""}`;
   if (record.prompt_tokens === null) {
     return `About ${counted(record.decision.estimated_tokens, "prompt token")}, ${expected} of them expected in the prefix cache.`;
   }

@@ -3,8 +3,8 @@ What distinguishes the blocks of a model, in a place that outlives the process.
 
 All bytes of its weights count. The digest of `Compatibility` has samples of them only, and a fine-tune may
 change others. To read all takes long, so their digest is kept beside the blocks, with what the system says of
-the files: any change of a file changes its `st_ctime_ns`, which no program can set. The exception are changes by
-mapped memory on a tmpfs, which never writes them.
+the files: any change of a file changes its `st_ctime_ns`, which no program can set. The exception are changes
+by mapped memory on a tmpfs, which never writes them.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Weights:
         with ThreadPoolExecutor(READERS) as readers:
             for each in readers.map(_sum_of_piece, pieces):
                 digest.update(each)
-        kept = settled(states, now) and states == _states(files)
-        return cls(digest.hexdigest(), states if kept else [])
+        kept_by = states if settled(states, now) and states == _states(files) else []
+        return cls(digest.hexdigest(), kept_by)
 
     def keep(self, folder: Path) -> None:
         """Keep the digest in a folder of blocks for `of`, where that is possible."""
