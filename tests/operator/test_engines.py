@@ -633,6 +633,13 @@ REFUSED = [
         id="shared store of one pod",
     ),
     pytest.param(
+        BATON,
+        {"engine": {"kvCacheTiers": [
+            MEMORY, {**STORE, "volume": {"persistentVolumeClaim": {"claimName": "kv", "readOnly": True}}},
+        ]}},
+        ["SharedStore", "readOnly", "workers write"], id="shared store that is read only",
+    ),
+    pytest.param(
         BATON, {"engine": {"kvCacheTiers": [MEMORY, {**DISK, "volume": {"hostPath": {"path": "/mnt"}}}]}},
         ["spec.engine.kvCacheTiers", "pods share", "emptyDir"], id="one disk of the Baton workers of a node",
     ),

@@ -122,6 +122,13 @@ TRACED_BY_ENV = {
     "decode": {"env": [{"name": "BATON_TRACING_ENDPOINT", "value": "https://collector.example"}]},
 }
 UNTRACEABLE = {**PAIR, "engine": {"args": ["--tracing-endpoint", "http://collector:port"]}}
+STORED = {**PAIR, "engine": {"kvCacheTiers": [
+    {"type": "Memory", "size": "1Gi"}, {"type": "SharedStore", "size": "1Ti", "url": "s3://kv/a"},
+]}}  # fmt: skip
+MOUNTED = {**PAIR, "engine": {"kvCacheTiers": [
+    {"type": "Memory", "size": "1Gi"},
+    {"type": "SharedStore", "size": "1Ti", "volume": {"nfs": {"server": "a", "path": "/kv"}}},
+]}}  # fmt: skip
 JOBS = {**RESTRICTED, "router": {"batches": {"execution": "Jobs"}}}
 
 ANY = 41_000
@@ -178,6 +185,9 @@ CONNECTIONS: list[tuple[str, Manifest, str | Peer, str | Peer, int, bool]] = [
     ("a router sends spans", RESTRICTED, "router", COLLECTOR, 4318, True),
     ("a router watches EndpointSlices", RESTRICTED, "router", HUB_ADDRESS, 6443, True),
     ("a worker fetches its model", HUB, "decode", HUB_ADDRESS, 443, True),
+    ("a worker reaches a shared store", STORED, "decode", DATABASE, 443, True),
+    ("each role does, too", STORED, "prefill", DATABASE, 9000, True),
+    ("of one in a volume it opens nothing", MOUNTED, "decode", DATABASE, 443, False),
     ("a worker sends spans", TRACED, "decode", COLLECTOR, 4318, True),
     ("each role does", TRACED, "prefill", COLLECTOR, 4318, True),
     ("spans go where the environment says", TRACED_BY_ENV, "decode", COLLECTOR, 443, True),

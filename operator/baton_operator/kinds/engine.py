@@ -68,7 +68,7 @@ class KvCacheTier(Part):
     """Bytes of each worker, such as 64Gi; of SharedStore, those of all workers together. vLLM does not limit
     what it writes to a disk: there it is the size of the claim."""
 
-    url: Annotated[str, Field(pattern="^(s3|gs|az)://[^/]+", max_length=1024)] | None = None
+    url: Annotated[str, Field(pattern="^(s3|gs|az)://[^/@?#]+(/[^?#]*)?$", max_length=1024)] | None = None
     """SharedStore: s3://BUCKET/PATH, gs://BUCKET/PATH or az://CONTAINER/PATH. Credentials are those of the
     pod's service account, or variables of `env` from a Secret, such as AWS_ACCESS_KEY_ID."""
 

@@ -14,6 +14,7 @@ from baton_api import batch_jobs, labels
 from baton_api.workers import Role
 from baton_operator import names
 from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.manifests.engines import tiers
 from baton_operator.manifests.engines.container import last_value
 from baton_operator.manifests.objects import Manifest, Owner, owned
 from baton_operator.manifests.pods import in_pod_network
@@ -107,7 +108,7 @@ def workers(
     with metrics. The operator's pods in `operator_namespace` reach the port of the API if the workers load
     adapters. UCX and NCCL choose their ports; side channels and bootstrap servers have fixed ones.
     Egress: workers of the revision, DNS, and the port of the tracing collector in `args` or `env`; any
-    address if the pods download their model themselves.
+    address if the pods download their model themselves, or share KV blocks in object storage.
     """
     of_revision = {labels.SERVICE: owner.name, labels.REVISION: revision.name}
     each_other = [{"podSelector": {"matchLabels": of_revision}}]
@@ -124,7 +125,9 @@ def workers(
     if revision.blueprint.engine.lora is not None:
         ingress.append({"from": [_operators(operator_namespace)], "ports": tcp(listening.http)})
     fetching = files(owner, revision).init_containers
-    egress = [{}] if fetching else [{"to": each_other}, DNS, *_tracing(revision)]
+    store = tiers.shared(revision.blueprint.engine)
+    anywhere = fetching or (store is not None and store.url)
+    egress = [{}] if anywhere else [{"to": each_other}, DNS, *_tracing(revision)]
     name = workers_policy(owner.name, revision.name)
     policy_labels = {**names.of_service(owner.name), labels.REVISION: revision.name}
     return network_policy(owner, name, of_revision, ingress, egress, policy_labels)

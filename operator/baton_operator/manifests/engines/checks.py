@@ -141,6 +141,11 @@ def _check_tiers(engine: Engine, path: str, role: WorkerRole) -> None:
             "spec.engine.kvCacheTiers has a tier of type SharedStore with a volume that pods do not share. "
             "Use persistentVolumeClaim with access mode ReadWriteMany, or nfs, or set url."
         )
+    if store is not None and tiers.is_read_only(store):
+        raise ValueError(
+            "spec.engine.kvCacheTiers has a tier of type SharedStore with a volume that is readOnly, and "
+            "workers write to it. Remove readOnly."
+        )
     _check_memory(engine, path, role)
 
 

@@ -55,6 +55,12 @@ def is_of_one_pod(tier: KvCacheTier) -> bool:
     return _OWN.issuperset(tier.volume or {})
 
 
+def is_read_only(tier: KvCacheTier) -> bool:
+    """Return whether the source of the volume lets no pod write."""
+    sources = (tier.volume or {}).values()
+    return any(isinstance(source, dict) and source.get("readOnly") for source in sources)
+
+
 def volumes(engine: Engine) -> list[Manifest]:
     """
     Return the volumes of the disk and of the shared store.
