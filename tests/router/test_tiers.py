@@ -15,6 +15,7 @@ import pytest
 
 from baton_api.kv_events import EventBatch
 from baton_api.workers import EngineKind
+from baton_router.cache import block_map
 from baton_router.cache.block_map import BlockMap, WorkerBlocks
 from baton_router.cache.kv_feed import KvEventFeed
 from baton_router.cache.prefix_index import PrefixIndex
@@ -262,6 +263,26 @@ def test_shared_storage_is_one_place_for_workers_of_a_kind_that_use_it() -> None
     for slot in (0, 1, 2, 3):
         router.map.close(slot)
     assert len(router.map) == 0 and not any(router.map.tiers.values())
+
+
+@pytest.mark.parametrize(("again", "left"), [(False, {}), (True, {SHARED: 4})])
+def test_shared_storage_forgets_what_was_stored_first(
+    again: bool, left: dict[Tier, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of workers that are gone, nobody says which blocks were deleted. What is stored again is new."""
+    monkeypatch.setattr(block_map, "SHARED_BLOCKS", 8)
+    router = Router("a", "a")
+    router.compute()
+    router.tell(stored(0, 1, 2, 3, **REMOTE))
+    router.tell(stored(0, tokens=[1] * 4, **REMOTE) | {"block_hashes": [99]}, slot=1)
+    assert router.reach(1) == {SHARED: 4}
+    for number in range(2, 10):
+        router.restart(0)
+        router.tell(stored(0, tokens=[number] * 4, **REMOTE))
+        if again and number == 6:
+            router.tell(stored(0, 1, 2, 3, **REMOTE), slot=1)
+        assert len(router.workers[1].tiers[SHARED].tree) <= 8
+    assert router.reach(1) == left
 
 
 def test_report_finds_blocks_that_tiers_have_already() -> None:

@@ -40,6 +40,9 @@ LEFT_LIMIT = 65_536
 TIER_CHUNKS = 262_144
 """Maximum chunks in a tier of one worker, or in storage that workers share: of prompts of 128 MiB."""
 
+SHARED_BLOCKS = 2**20
+"""Maximum blocks in storage that workers share: nobody says what a worker that is gone has stored there."""
+
 
 class _Holding:
     """The blocks in one place: the pool of a worker, or a tier."""
@@ -83,14 +86,16 @@ class WorkerBlocks:
             if isinstance(event, BlockStored):
                 parent = event.parent_block_hash
                 for block in event.block_hashes:
+                    if tier is Tier.SHARED:
+                        holding.tree.pop(block, None)  # the last one stored is last
                     holding.tree[block] = parent
                     parent = block
                 self._map.added(holding, event.block_hashes)
+                while tier is Tier.SHARED and len(holding.tree) > SHARED_BLOCKS:
+                    # Many at once: dictionaries pass over what was deleted at their beginning.
+                    self._remove(holding, list(itertools.islice(holding.tree, max(1, SHARED_BLOCKS // 64))))
             else:
-                removed = [block for block in event.block_hashes if block in holding.tree]
-                for block in removed:
-                    del holding.tree[block]
-                self._map.dropped(holding, removed)
+                self._remove(holding, [block for block in event.block_hashes if block in holding.tree])
 
     def replace(self, tree: Tree) -> None:
         """
@@ -104,6 +109,11 @@ class WorkerBlocks:
         for tier, holding in self.tiers.items():
             if tier is not Tier.SHARED:
                 self._map.replace(holding, {})
+
+    def _remove(self, holding: _Holding, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            del holding.tree[block]
+        self._map.dropped(holding, blocks)
 
     def _tier(self, tier: Tier) -> _Holding:
         holding = self.tiers.get(tier)
