@@ -6,6 +6,7 @@ Stores are slow, gone, full, forbidden, late and wrong here. None of it is an er
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -13,8 +14,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,7 +30,8 @@ from baton_api.errors import SetupError
 from baton_api.hashing import block_hashes, root_hash
 from baton_api.kv_events import SHARED_STORAGE
 from baton_engine.kv.cache import KVCache
-from baton_engine.kv.events import KvEvents
+from baton_engine.kv.events import Change, KvEvents, Removed, Stored
+from baton_engine.requests import LoadedAdapter
 from baton_engine.tiers import objects as objects_module
 from baton_engine.tiers import shared as shared_module
 from baton_engine.tiers.objects import (
@@ -297,6 +300,7 @@ def test_shared_answers_of_one_turn_are_restored_in_the_next(store: ObjectStore 
     ("first", "second"),
     [
         pytest.param({"namespace": b"1" * 16}, {"namespace": b"2" * 16}, id="another namespace"),
+        pytest.param({}, {"adapter": LoadedAdapter("one", "", "1" * 64, 1, 11)}, id="adapter"),
         pytest.param({"salt": "one"}, {"salt": "other"}, id="salt"),
         pytest.param({"salt": ""}, {"salt": "a tenant"}, id="no salt"),
     ],
@@ -306,8 +310,10 @@ def test_shared_other_models_and_tenants_find_nothing(first: dict[str, Any], sec
     for number, given in enumerate((first, second, first)):
         fields = {name: given[name] for name in given if name == "salt"}
         with Sharing(store, namespace=given.get("namespace", MODEL)) as serving:
-            request = request_of("a", prompt=prompt, **fields)
-            assert serving.run(request) == [serving.reference(request)]
+            request = replace(request_of("a", prompt=prompt, **fields), adapter=given.get("adapter"))
+            before = () if request.adapter is None else (request.adapter.weights,)
+            reference = serving.reference(replace(request, prompt=(*before, *prompt), adapter=None))
+            assert serving.run(request) == [reference]
             assert sources(serving, "a") == ({"shared": 40} if number == 2 else {})
             serving.rested()
 
@@ -575,10 +581,21 @@ def test_shared_answers_are_measured() -> None:
         serving.until(lambda now: serving.shared._probe_s != shared_module.FIRST_PROBE_S)
 
 
+class HeardAgain(Heard):
+    """Blocks of a shared store may be published again."""
+
+    def publish(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            if isinstance(change, Stored) and change.medium == SHARED_STORAGE:
+                self.known[SHARED_STORAGE].discard(change.name)
+        super().publish(changes)
+
+
 def test_shared_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routers still know the objects that the worker forgets, because the store has them."""
     for name, value in (("KNOWN", 3), ("MISSES", 4), ("ENDS", 2)):
         monkeypatch.setattr(shared_module, name, value)
-    heard = Heard()
+    heard = HeardAgain()
     heard.known[SHARED_STORAGE] = set()
     with Sharing(ObjectMemory(), kv_events=KvEvents(heard)) as serving:
         for number in range(12):
@@ -588,8 +605,11 @@ def test_shared_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             shared = serving.shared
             assert len(shared._known) <= 3 and len(shared._missing) <= 4 and len(shared._ends) <= 2
             known = {name for one in shared._known.values() for name in one.found.group.names}
-            serving.until(lambda now, known=known: heard.known[SHARED_STORAGE] == known)  # type: ignore[misc]
+            serving.until(lambda now, known=known: heard.known[SHARED_STORAGE] >= known)  # type: ignore[misc]
         assert serving.state.totals.dropped, "of 5 objects of a prompt, 2 could wait"
+        assert len(serving.objects.list()) > len(shared._known)
+        changes = [change for batch in heard.batches for change in batch if change.medium == SHARED_STORAGE]
+        assert not [change for change in changes if isinstance(change, Removed)]
 
 
 def entry(number: int, size: int = 10, namespace: bytes = MODEL, at: float | None = None) -> Entry:
@@ -701,14 +721,15 @@ def test_shared_clear_deletes_the_objects_of_this_model_only() -> None:
             serving.reference(request_of("b", prompt=prompt))
         ]
         assert sources(serving, "b") == {}, "nothing is read until it is cleared"
+        serving.objects.written.clear()
         serving.objects.write_error = None
-        serving.engine.clear_cache()
         serving.shared._paused_until = 1e-9
         serving.run(request_of("c", 3, max_tokens=1))
-        serving.rested()
         serving.until(lambda now: not serving.shared._to_clear)
-        left = {each.namespace for each in serving.objects.list()}
-        assert left == {MODEL.hex()}
+        serving.rested()
+        left = serving.objects.list()
+        assert serving.objects.keys(left) == set(serving.objects.written), "what was computed since"
+        assert {each.namespace for each in left} == {MODEL.hex(), (b"2" * 16).hex()}
 
 
 def test_shared_flush_writes_what_the_memory_has() -> None:
@@ -757,13 +778,46 @@ def test_shared_folder_of_another_user_is_not_used(tmp_path: Path) -> None:
     if os.getuid():
         pytest.skip("needs root")
     os.chown(folder, 4711, 4711)
-    with pytest.raises(PermissionError, match="belongs to another user"):
-        BlockObjects(folder, MODEL, BLOCK, EACH).list()
+    objects = BlockObjects(folder, MODEL, BLOCK, EACH)
+    for _ in range(2):
+        with pytest.raises(PermissionError, match="belongs to another user"):
+            objects.list()
+        os.chown(folder, 0, 0)
+        assert objects.list() == []
+        os.chown(folder, 4711, 4711)  # now it is, under a store that is open
 
 
 def test_shared_folder_is_created_for_its_owner_only(tmp_path: Path) -> None:
-    BlockObjects(tmp_path / "a" / "kv", MODEL, BLOCK, EACH).list()
-    assert (tmp_path / "a" / "kv").stat().st_mode & 0o777 == 0o700
+    BlockObjects(tmp_path / "kv", MODEL, BLOCK, EACH).list()
+    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
+
+
+def test_shared_folder_on_a_volume_that_is_not_mounted_is_not_created(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        BlockObjects(tmp_path / "volume" / "kv", MODEL, BLOCK, EACH).list()
+    assert not list(tmp_path.iterdir())
+
+
+def test_shared_folder_may_have_what_others_put_there(tmp_path: Path) -> None:
+    """It is neither read nor deleted, and no link is followed."""
+    folder, elsewhere = tmp_path / "kv", tmp_path / "elsewhere"
+    objects = BlockObjects(folder, MODEL, BLOCK, EACH)
+    group, content = group_of(1)
+    objects.put(group, content)
+    name = f"{group.key.hex()}.kv"
+    for place in (folder / "mine" / "deep", elsewhere):
+        place.mkdir(parents=True)
+        (place / name).write_text("stays")
+        (place / f"{name}#1").write_text("stays")
+    (folder / "lost+found").mkdir(mode=0o000)
+    (folder / "mine" / "loop").symlink_to(folder / "mine")
+    (folder / "loop").symlink_to(folder)
+    (folder / ("ab" * 16)).symlink_to(elsewhere)
+    assert [entry.key for entry in objects.list()] == [f"{MODEL.hex()}/{name}"]
+    objects.tidy(time.time() + objects_module.LEFT_BEHIND_S + 1)
+    objects.delete(objects.list())
+    for place in (folder / "mine" / "deep", elsewhere):
+        assert {path.name for path in place.iterdir()} == {name, f"{name}#1"}
 
 
 def test_shared_files_of_killed_writers_are_deleted(tmp_path: Path) -> None:
@@ -814,18 +868,90 @@ def test_shared_killed_writers_leave_no_part_of_an_object(tmp_path: Path) -> Non
     assert [objects.check(each) for each in entries] == [Checked(good=2)] * len(entries)
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/path", "gs://bucket/path", "file:///srv/a%20b"])
+@pytest.mark.parametrize(
+    "url",
+    ["s3://bucket/path", "gs://bucket/path", "s3://bucket/a@b", "file:///srv/a%20b", "file:////srv/x/../a b"],
+)
 def test_opened_url(url: str) -> None:
     found = opened(url)
     assert found == Path("/srv/a b") if url.startswith("file") else not isinstance(found, Path)
 
 
 @pytest.mark.parametrize(
-    "url", ["", "/kv", "kv", "file://", "file:///", "file://host/kv", "http://a/b", "memory:///"]
+    "url",
+    [
+        *("", "/kv", "kv", "file://", "file:///", "file://host/kv", "http://a/b", "memory:///", "s3:///kv"),
+        *("s3://[bad", "file:///.", "file:////", "file:///tmp/..", "file:///%2F", "file:///a%00b"),
+        *("file:///kv?a", "file:///kv#a", "s3://bucket/kv?a=secret", "s3://bucket/kv#secret"),
+        *("s3://me:secret@bucket/kv", "s3://me:secret@[bad", "az://secret@box/kv", "file://a:secret@/kv"),
+    ],
 )
 def test_opened_url_that_is_no_store_is_refused(url: str) -> None:
-    with pytest.raises(SetupError, match="Expected s3://BUCKET/PATH"):
+    with pytest.raises(SetupError, match="Expected s3://BUCKET/PATH") as caught:
         opened(url)
+    assert "secret" not in caught.value.message
+
+
+def test_opened_azure_container_without_an_account_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_ACCOUNT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SetupError, match="AZURE_STORAGE_ACCOUNT_NAME"):
+        opened("az://container/kv")
+
+
+@contextlib.contextmanager
+def answering(status: int, asked: list[str]) -> Iterator[str]:
+    """Serve a store that answers each request so, and notes its method. Yields its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.command)
+            self.send_response(status)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def do_HEAD(self) -> None:
+            asked.append(self.command)
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.send_header("last-modified", "Thu, 26 Nov 2026 00:00:00 GMT")
+            self.end_headers()
+
+        def log_message(self, format: str, *arguments: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("status", "requests", "error", "reason"),
+    [
+        pytest.param(403, ["GET"], OSError, "privileges", id="refused: the reason is the first request's"),
+        pytest.param(416, ["GET", "HEAD"], Damaged, "it is empty", id="no such range: it is looked at"),
+    ],
+)
+def test_shared_object_that_cannot_be_read_is_asked_for_once(
+    status: int,
+    requests: list[str],
+    error: type[Exception],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    with answering(status, asked) as endpoint:
+        for name, value in {**KEYS, "AWS_ENDPOINT_URL": endpoint}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(error, match=reason):
+            BlockObjects(opened("s3://bucket/kv"), MODEL, BLOCK, EACH).find(b"one of 16 bytes.")
+    assert asked == requests
 
 
 @pytest.mark.parametrize("seed", range(4))

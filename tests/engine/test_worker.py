@@ -33,7 +33,8 @@ from baton_engine.service import RoleServices
 from baton_engine.settings import WorkerSettings
 from baton_engine.spec import ModelSpec
 from baton_engine.tiers import namespace
-from baton_engine.worker import Worker, open_worker
+from baton_engine.tiers.slab import WEIGHTS
+from baton_engine.worker import Worker, _weights, open_worker
 from tests.engine.models import make_model
 from tests.plain_http import PLAIN
 
@@ -335,6 +336,21 @@ async def test_worker_with_other_weights_types_or_version_finds_nothing_on_the_d
     assert await found() == 0, "a fine-tune whose difference the digest of `Compatibility` does not have"
     monkeypatch.setattr(namespace, "__version__", "another one")
     assert await found() == 0
+
+
+def test_worker_with_a_shared_store_alone_keeps_the_digest_of_its_weights(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(namespace, "SETTLED_S", -60.0)  # its files were just written
+    shared = settings(tiny, kv_memory_tier=2**20, kv_shared_store="file:///kv", kv_shared_store_size=2**20)
+    weights = _weights(shared, Checkpoint(tiny, "tiny"))
+    (kept,) = (tmp_path / "cache").glob(f"digests/*/{WEIGHTS}")
+    kept.write_text(json.dumps(["read from here", weights.states]))
+    assert _weights(shared, Checkpoint(tiny, "tiny")).digest == "read from here"
+    other = shutil.copytree(tiny, tmp_path / "other")
+    assert _weights(shared, Checkpoint(other, "other")).digest == weights.digest, "it has the same bytes"
+    assert _weights(shared, Checkpoint(tiny, "tiny")).digest == "read from here", "each has a folder"
 
 
 async def test_worker_cache_and_tier_must_fit_into_the_memory_together(

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
+import os
 import sys
 import time
 import uuid
@@ -402,11 +404,21 @@ def _open_tiers(
 
 
 def _weights(settings: WorkerSettings, checkpoint: Checkpoint) -> Weights:
-    folder = Path(settings.kv_disk_tier).expanduser() if settings.kv_disk_tier else None
+    """Read all weights, unless the folder of the disk tier, or else Baton's cache, has their digest."""
+    if settings.kv_disk_tier:
+        folder = Path(settings.kv_disk_tier).expanduser()
+    else:
+        name = hashlib.sha256(bytes(checkpoint.path.resolve())).hexdigest()[:16]
+        folder = machine.cache_folder(os.environ) / "digests" / name
     try:
-        return Weights.of(checkpoint.path, folder)
+        weights = Weights.of(checkpoint.path, folder)
     except OSError as error:
         raise SetupError(f"Cannot read {checkpoint.path}: {error}.") from error
+    if not settings.kv_disk_tier:  # which is opened later
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        weights.keep(folder)
+    return weights
 
 
 def _open_shared(settings: WorkerSettings, cache: KVCache, namespace: bytes, memory: Tier) -> SharedTier:

@@ -145,5 +145,6 @@ def _errors(uri: str) -> Iterator[None]:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300].rstrip(".")
         raise SetupError(
             f"Cannot read {uri}: {reason}. Credentials and the endpoint come from the environment, "
-            "such as AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL or GOOGLE_SERVICE_ACCOUNT."
+            "such as AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, GOOGLE_SERVICE_ACCOUNT or "
+            "AZURE_STORAGE_ACCOUNT_NAME."
         ) from error

@@ -47,6 +47,7 @@ LEFT_BEHIND_S = 3600.0
 DELETED_TO = 0.9
 """Fraction of the size to which a store is brought that has more."""
 
+_NAMESPACE = re.compile(r"[0-9a-f]{32}")
 _KEY = re.compile(r"([0-9a-f]{32})/([0-9a-f]{32})\.kv")
 _LEFT_BEHIND = re.compile(r"[0-9a-f]{32}\.kv#\d+")
 _HEADER = struct.Struct("<16sIIQ16s16sQ")
@@ -156,15 +157,22 @@ def opened(url: str) -> ObjectStore | Path:
 
     Credentials come from the environment or the machine's role, as for models.
     """
-    parts = urlsplit(url)
-    if parts.scheme not in SCHEMES or (parts.scheme == "file" and (parts.netloc or parts.path in ("", "/"))):
+    try:
+        scheme, place, path, *_ = urlsplit(url)
+    except ValueError:
+        scheme = place = path = ""
+    folder = os.path.normpath("/" + unquote(path).lstrip("/"))
+    is_folder = scheme == "file" and not place and folder != "/" and "\0" not in folder
+    is_bucket = scheme in SCHEMES and scheme != "file" and place != "" and "@" not in place
+    if "?" in url or "#" in url or not (is_folder or is_bucket):
+        shown = "" if re.search("[@?#]", url) else f" {url!r}"  # else it may have a password
         raise SetupError(
-            f"Invalid KV store {url!r}. Expected s3://BUCKET/PATH, gs://BUCKET/PATH, az://CONTAINER/PATH or "
-            "file:///FOLDER."
+            f"Invalid KV store{shown}. Expected s3://BUCKET/PATH, gs://BUCKET/PATH, az://CONTAINER/PATH or "
+            "file:///FOLDER, without user, password, query or fragment."
         )
-    if parts.scheme != "file":
+    if is_bucket:
         return buckets.opened(url, read_timeout="20s", timeout="120s", retries=2)
-    return Path(unquote(parts.path))
+    return Path(folder)
 
 
 def _opened_folder(folder: Path) -> ObjectStore:
@@ -172,10 +180,16 @@ def _opened_folder(folder: Path) -> ObjectStore:
     from obstore.store import LocalStore
 
     if not folder.is_dir():
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Without its parents: if they are missing, the volume is not mounted, and the disk below would fill.
+        folder.mkdir(mode=0o700, exist_ok=True)
+    _check_owner(folder)
+    return LocalStore(folder)
+
+
+def _check_owner(folder: Path) -> None:
+    """Raises PermissionError."""
     if not trusted(folder / "any"):
         raise PermissionError(f"{folder} belongs to another user, who could modify the answers")
-    return LocalStore(folder)
 
 
 class BlockObjects:
@@ -219,10 +233,9 @@ class BlockObjects:
                 raw, meta = bytes(reply.bytes()), reply.meta
         except FileNotFoundError:
             return None
-        except OSError:
-            with _errors():
-                size = obstore.head(self._store, self._path(key))["size"]
-            if not size:  # it has no range
+        except OSError as error:
+            # An empty object has no range, which each storage says in other words.
+            if "range" in str(error.__cause__).lower() and self._is_empty(key):
                 raise Damaged("it is empty") from None
             raise
         if meta["size"] != self.bytes:
@@ -291,15 +304,23 @@ class BlockObjects:
         return found
 
     def list(self) -> list[Entry]:
-        """Return the objects of all namespaces. It may lack the latest ones, and have some that are gone."""
+        """
+        Return the objects of all namespaces. It may lack the latest ones, and have some that are gone.
+
+        What others have beside the folders of namespaces is not looked at.
+        """
         import obstore
 
+        if (folder := _folder_of(self._store)) is not None:
+            _check_owner(folder)  # another volume may be mounted by now
         entries = []
         with _errors():
-            for page in obstore.list(self._store):
-                for item in page:
-                    if _KEY.fullmatch(item["path"]):
-                        entries.append(Entry(item["path"], item["size"], item["last_modified"].timestamp()))
+            for namespace in _namespaces(self._store):
+                for page in obstore.list(self._store, namespace):
+                    for item in page:
+                        if _KEY.fullmatch(item["path"]):
+                            at = item["last_modified"].timestamp()
+                            entries.append(Entry(item["path"], item["size"], at))
         return entries
 
     def delete(self, entries: Iterable[Entry]) -> None:
@@ -347,6 +368,14 @@ class BlockObjects:
         good = sum(sum_of(row) == value for row, value in zip(data, group.sums, strict=True))
         return Checked(good, count - good)
 
+    def _is_empty(self, key: bytes) -> bool:
+        """False: it is not, or the storage does not say."""
+        import obstore
+
+        with contextlib.suppress(OSError), _errors():
+            return not obstore.head(self._store, self._path(key))["size"]
+        return False
+
     def _delete(self, path: str) -> None:
         import obstore
 
@@ -359,16 +388,31 @@ class BlockObjects:
 
 def left_behind(store: ObjectStore, now: float) -> Iterator[Path]:
     """Yield the files in a folder that writes left behind, which are in no list."""
+    if (folder := _folder_of(store)) is None:
+        return
+    for namespace in _namespaces(store):
+        for path in (folder / namespace).iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if _LEFT_BEHIND.fullmatch(path.name) and path.lstat().st_mtime < now - LEFT_BEHIND_S:
+                    yield path
+
+
+def _folder_of(store: ObjectStore) -> Path | None:
     from obstore.store import LocalStore
 
-    if not isinstance(store, LocalStore) or store.prefix is None:
-        return
-    for folder, _, files in os.walk(store.prefix):
-        for name in files:
-            path = Path(folder, name)
-            with contextlib.suppress(FileNotFoundError):
-                if _LEFT_BEHIND.fullmatch(name) and path.lstat().st_mtime < now - LEFT_BEHIND_S:
-                    yield path
+    return store.prefix if isinstance(store, LocalStore) else None
+
+
+def _namespaces(store: ObjectStore) -> list[str]:
+    """Return the names of the namespaces. Links to folders are not followed: they lead out of the store."""
+    import obstore
+
+    if (folder := _folder_of(store)) is None:
+        names = obstore.list_with_delimiter(store)["common_prefixes"]
+    else:
+        with os.scandir(folder) as found:
+            names = [one.name for one in found if one.is_dir(follow_symlinks=False)]
+    return [name for name in names if _NAMESPACE.fullmatch(name)]
 
 
 def _path(namespace: bytes, key: bytes) -> str:

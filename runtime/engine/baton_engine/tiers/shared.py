@@ -53,7 +53,7 @@ PIECE_BYTES = 8 * 2**20
 """Bytes of blocks that one request reads, but one block at least."""
 
 KNOWN = 8192
-"""Objects whose headers are remembered, of 1.6 kB each. The least recently used is forgotten first."""
+"""Objects whose headers are remembered, of about 7 kB each. The least recently used is forgotten first."""
 
 MISSES = 8192
 MISS_S = 10.0
@@ -508,11 +508,12 @@ class SharedTier:
         if old is None:
             self._publish(found.group)
             if len(self._known) > KNOWN:
-                self._forget(next(iter(self._known)))
+                self._forget(next(iter(self._known)), gone=False)
 
-    def _forget(self, key: bytes) -> None:
+    def _forget(self, key: bytes, gone: bool = True) -> None:
+        """`gone`: whether the store has it no more, which routers are told."""
         known = self._known.pop(key, None)
-        if known is not None and self._events is not None:
+        if gone and known is not None and self._events is not None:
             for name in reversed(known.found.group.names):
                 self._events.removed(name, SHARED_STORAGE)
 
