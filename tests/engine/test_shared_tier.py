@@ -934,7 +934,7 @@ def answering(status: int, asked: list[str]) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("status", "requests", "error", "reason"),
     [
-        pytest.param(403, ["GET"], OSError, "privileges", id="refused: the reason is the first request's"),
+        pytest.param(403, ["GET"], OSError, "403 Forbidden", id="refused: the reason is the first request's"),
         pytest.param(416, ["GET", "HEAD"], Damaged, "it is empty", id="no such range: it is looked at"),
     ],
 )

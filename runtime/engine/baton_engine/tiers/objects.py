@@ -434,5 +434,5 @@ def _errors() -> Iterator[None]:
     except (AlreadyExistsError, NotSupportedError, PreconditionError):
         raise
     except (BaseError, ValueError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300].rstrip(".")
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:500].rstrip(".")
         raise OSError(reason) from error
