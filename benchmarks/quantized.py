@@ -89,11 +89,15 @@ def median(measure: Callable[[], float], repeats: int) -> float:
     return statistics.median(measure() for _ in range(repeats))
 
 
+def unpacked(options: argparse.Namespace) -> list[str]:
+    return ["--no-repack"] if options.no_repack else []
+
+
 def their_streams(file: str, several: list[int], folder: Path, options: argparse.Namespace) -> list[str]:
     """Tokens per second of llama.cpp with each number of streams, as medians."""
     command = [str(folder / BATCHED), "-m", file, "-t", str(options.threads), "--output-format", "jsonl"]
     command += ["-npp", str(PROMPT), "-ntg", str(OUTPUT), "-npl", ",".join(map(str, several))]
-    command += ["-c", str(several[-1] * (PROMPT + OUTPUT))]
+    command += ["-c", str(several[-1] * (PROMPT + OUTPUT)), *unpacked(options)]
     rates: dict[int, list[float]] = {streams: [] for streams in several}
     for _ in range(options.repeats):
         written = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -108,6 +112,7 @@ def theirs(file: str, text: str, folder: Path, options: argparse.Namespace, memo
     """One line of the table."""
     command = [str(folder / "llama-bench"), "-m", file, "-t", str(options.threads), "-o", "json"]
     command += ["-p", str(PREFILL), "-n", str(OUTPUT), "-r", str(options.repeats)]
+    command += ["--repack", str(int(not options.no_repack))]
     cases = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     speeds = {case["n_prompt"]: float(case["avg_ts"]) for case in cases}
     size, loss = float(cases[0]["model_size"]), "-"
@@ -116,7 +121,7 @@ def theirs(file: str, text: str, folder: Path, options: argparse.Namespace, memo
             written.write(text)
             written.flush()
             command = [str(folder / "llama-perplexity"), "-m", file, "-f", written.name, "-c", str(WINDOW)]
-            command += ["--chunks", str(options.windows), "-t", str(options.threads)]
+            command += ["--chunks", str(options.windows), "-t", str(options.threads), *unpacked(options)]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
         loss = re.findall(r"Final estimate: PPL = ([0-9.]+)", done.stdout + done.stderr)[-1]
     share = 100 * speeds[0] * size / memory
@@ -137,6 +142,11 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--llama", type=Path)
+    parser.add_argument(
+        "--no-repack",
+        action="store_true",
+        help="llama.cpp does not repack weights, where its kernels for repacked ones crash",
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     text, memory = manual(), MemoryProbe().read(options.threads)
