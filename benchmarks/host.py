@@ -1,13 +1,18 @@
 """
 What a worker's host costs: tokens per second through the real HTTP server, with a model that costs nothing.
 
-    python -m benchmarks.host [--settings '{"max_running": 256}'] [--streams 1,64,256]
+    python -m benchmarks.host [--settings '{"max_running": 256}'] [--streams 1,64,256] \\
+        [--peer 'vllm=vllm serve {model} --port {port} --served-model-name tiny']
 
 The server is a whole worker in a process of its own, as `baton serve` starts it. Its forward pass looks up
 a table. For each number of streams, all begin at once and are read to their end, several times. The client
 reads its sockets every 5 ms, so that it takes little of the processors that it shares with the server.
 
-Processor time is given per token, for the process that computes and for its children. `ttft_ms` is the median
+A peer is any server of the OpenAI API. It computes a tiny model of one layer, whose folder it is given, as it
+cannot be given one that costs nothing.
+
+Processor time is given per token, for the process that was started, which computes in Baton's worker, and for
+its children. `ttft_ms` is the median
 time to the first token of single requests, one after the other.
 """
 
@@ -17,6 +22,7 @@ import argparse
 import asyncio
 import json
 import selectors
+import shlex
 import socket
 import statistics
 import subprocess
@@ -44,13 +50,15 @@ from baton_engine.spec import ModelSpec
 from benchmarks.serving import table
 from tests.engine.models import make_model
 
-START_LIMIT_S = 120
+START_LIMIT_S = 300
 READ_S = 0.005
 """Seconds between two reads of the client."""
 LETTERS = slice(68, 90)
 """Tokens of the tiny model's tokenizer that are letters: each is an event of its stream."""
 ASKED = 200
 """Requests for the time to the first token."""
+PEERS_SIZES = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
+"""vLLM's attention on CPUs takes heads of 32 values and more."""
 TOKENS = {1: 2000, 64: 500, 256: 250}
 """Tokens of each stream, by the number of streams."""
 
@@ -149,7 +157,7 @@ def streams(server: Server, count: int, tokens: int) -> dict[str, float]:
     done = received - first
     return {
         "tok/s": round(done / seconds),
-        "us/token, computing process": round(1e6 * (ours - own) / done, 1),
+        "us/token, first process": round(1e6 * (ours - own) / done, 1),
         "us/token, its children": round(1e6 * (theirs - others) / done, 1),
     }
 
@@ -171,19 +179,33 @@ def first_tokens(server: Server) -> dict[str, float]:
 
 @contextmanager
 def running(settings: dict[str, Any], model: Path) -> Iterator[Server]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = _free_port()
     given = {
         "model": str(model), "served_model_name": "tiny", "port": port, "device": "cpu", "dtype": "float32",
         "threads": 1, "max_running": 256, "kv_cache_tokens": 131_072, "speculation": "off",
         **settings,
     }  # fmt: skip
     given = {name: value for name, value in given.items() if name in WorkerSettings.model_fields}
-    command = [sys.executable, "-m", "benchmarks.host", "--serve", json.dumps(given)]
+    with started(
+        [sys.executable, "-m", "benchmarks.host", "--serve", json.dumps(given)], port, "/ready"
+    ) as server:
+        yield server
+
+
+@contextmanager
+def running_peer(command: str, model: Path) -> Iterator[Server]:
+    """A server that `command` starts, with {model} and {port} filled in."""
+    port = _free_port()
+    with started(shlex.split(command.format(model=model, port=port)), port, "/health") as server:
+        yield server
+
+
+@contextmanager
+def started(command: list[str], port: int, path: str) -> Iterator[Server]:
     process = subprocess.Popen(command)
     try:
         deadline = time.monotonic() + START_LIMIT_S
-        while not _ready(port):
+        while not _ready(port, path):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit("The worker did not start.")
             time.sleep(0.2)
@@ -193,10 +215,15 @@ def running(settings: dict[str, Any], model: Path) -> Iterator[Server]:
         process.wait(30)
 
 
-def _ready(port: int) -> bool:
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def _ready(port: int, path: str) -> bool:
     try:
         with socket.create_connection(("127.0.0.1", port), 5) as connection:
-            connection.sendall(b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            connection.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
             return b" 200 " in connection.recv(64)
     except OSError:
         return False
@@ -207,6 +234,7 @@ def main() -> None:
     parser.add_argument(
         "--settings", type=json.loads, action="append", help="of the worker, as JSON; repeatable"
     )
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND")
     parser.add_argument("--streams", default="1,64,256")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
@@ -214,21 +242,31 @@ def main() -> None:
     if options.serve:
         serve(WorkerSettings(**json.loads(options.serve)))
         return
+    counts = [int(count) for count in options.streams.split(",")]
     results: dict[str, dict[str, dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "tiny", max_position_embeddings=4096)
         for settings in options.settings or [{}]:
-            name = json.dumps(settings)
             with running(settings, model) as server:
-                results[name] = {"1 request": first_tokens(server)}
-                for count in map(int, options.streams.split(",")):
-                    rounds = [
-                        streams(server, count, TOKENS.get(count, 250)) for _ in range(options.repeats + 1)
-                    ]
-                    results[name][f"{count} streams"] = {
-                        figure: statistics.median(one[figure] for one in rounds[1:]) for figure in rounds[0]
-                    }
+                results[json.dumps(settings)] = measure(server, counts, options.repeats)
+        if options.peer:
+            model = make_model(Path(folder) / "one-layer", max_position_embeddings=4096, **PEERS_SIZES)
+        for peer in options.peer:
+            name, _, command = peer.partition("=")
+            with running_peer(command, model) as server:
+                results[name] = measure(server, counts, options.repeats)
     print(table(results))
+
+
+def measure(server: Server, counts: list[int], repeats: int) -> dict[str, dict[str, float]]:
+    """Medians over `repeats` after an uncounted round, by case."""
+    results = {"1 request": first_tokens(server)}
+    for count in counts:
+        rounds = [streams(server, count, TOKENS.get(count, 250)) for _ in range(repeats + 1)]
+        results[f"{count} streams"] = {
+            figure: statistics.median(one[figure] for one in rounds[1:]) for figure in rounds[0]
+        }
+    return results
 
 
 if __name__ == "__main__":
