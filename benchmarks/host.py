@@ -12,8 +12,7 @@ A peer is any server of the OpenAI API. It computes a tiny model of one layer, w
 cannot be given one that costs nothing.
 
 Processor time is given per token, for the process that was started, which computes in Baton's worker, and for
-its children. `ttft_ms` is the median
-time to the first token of single requests, one after the other.
+its children. `ttft_ms` is the median time to the first token of single requests, one after the other.
 """
 
 from __future__ import annotations
@@ -57,7 +56,12 @@ LETTERS = slice(68, 90)
 """Tokens of the tiny model's tokenizer that are letters: each is an event of its stream."""
 ASKED = 200
 """Requests for the time to the first token."""
-PEERS_SIZES = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
+PEERS_SIZES: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+}
 """vLLM's attention on CPUs takes heads of 32 values and more."""
 TOKENS = {1: 2000, 64: 500, 256: 250}
 """Tokens of each stream, by the number of streams."""
