@@ -351,7 +351,8 @@ static int owes_rests_for_steps_beside_others(void) {
     if (!pool) return 0;
     pool_run(pool, &job);
     const int64_t alone = pool->owed;
-    all[1].doing = WITHIN_STEP, all[1].at = ever;
+    all[1].doing = WITHIN_STEP;
+    all[1].at = ever;
     pool_run(pool, &job);
     const int64_t beside = pool->owed;
     pool->ended -= beside + LEND_NANOSECONDS;

@@ -88,6 +88,7 @@ BLAME = {
     Fallback.BUSY: (False, False),
     Fallback.REJECTED: (False, False),
     Fallback.CANCELLED: (False, False),
+    Fallback.MISSING: (False, False),
     Fallback.TRANSFER_FAILED: (False, False),
     "a later worker's word": (False, False),
     "": (False, False),
