@@ -96,7 +96,8 @@ def test_help_is_short_and_help_all_has_every_flag(capsys: pytest.CaptureFixture
     assert short < whole
     assert {"dashboard", "verbose"} <= short
     options = {option.flag.removeprefix("--") for option in options_of(WorkerSettings)}
-    assert options - whole == {"model", "role", "name", "control-host", "control-port", "ticket-secret"}
+    given_by_up = {"role", "name", "control-host", "control-port", "ticket-secret", "compute-share"}
+    assert options - whole == {"model"} | given_by_up
     assert "more flags: baton up --help-all" in texts["--help"] and texts["--help"].count("\n") < 80
     assert not re.search(r"<(str|int|bool|float)", texts["--help-all"])
 
