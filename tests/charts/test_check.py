@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 from tests.charts.helm import CHART
+from tests.plain_http import served
 
 CHECK = CHART / "files" / "check.py"
 TIMEOUT_S = 60
@@ -28,14 +28,8 @@ def operator(*statuses: int) -> Iterator[str]:
 
         def log_message(self, format: str, *arguments: object) -> None: ...
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with served(Handler) as address:
+        yield address
 
 
 def test_check_waits_for_the_operator() -> None:

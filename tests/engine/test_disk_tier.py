@@ -29,7 +29,6 @@ from baton_api.hashing import block_hashes, root_hash
 from baton_api.kv_events import HOST_MEMORY, STORAGE
 from baton_engine.kv.cache import KVCache
 from baton_engine.kv.events import KvEvents
-from baton_engine.requests import LoadedAdapter
 from baton_engine.tiers.disk import DiskStore
 from baton_engine.tiers.slab import (
     BLOCKS,
@@ -49,7 +48,7 @@ from baton_engine.tiers.store import Copy, MemoryStore, Read
 from baton_engine.tiers.tier import Tier, TierSnapshot
 from tests.engine.fake_model import make_cache
 from tests.engine.serving import Serving, prompt_of, request_of
-from tests.engine.test_tiers import POOL, Heard, SlowPasses, sources
+from tests.engine.test_tiers import POOL, STRANGERS, Heard, SlowPasses, sources
 from tests.seeds import seeds
 
 BLOCK = make_cache(2).block_bytes
@@ -204,15 +203,7 @@ def test_disk_restores_what_the_memory_has_dropped(tmp_path: Path) -> None:
         assert sources(serving, "b") == {"disk": 36}
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        pytest.param({"namespace": b"1" * 16}, {"namespace": b"2" * 16}, id="another namespace"),
-        pytest.param({}, {"adapter": LoadedAdapter("one", "", "1" * 64, 1, 11)}, id="adapter"),
-        pytest.param({"salt": "one"}, {"salt": "other"}, id="salt"),
-        pytest.param({"salt": ""}, {"salt": "a tenant"}, id="no salt"),
-    ],
-)
+@pytest.mark.parametrize(("first", "second"), STRANGERS)
 def test_disk_other_models_and_tenants_find_nothing(
     tmp_path: Path, first: dict[str, Any], second: dict[str, Any]
 ) -> None:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,7 +31,6 @@ from baton_api.hashing import block_hashes, root_hash
 from baton_api.kv_events import SHARED_STORAGE
 from baton_engine.kv.cache import KVCache
 from baton_engine.kv.events import Change, KvEvents, Removed, Stored
-from baton_engine.requests import LoadedAdapter
 from baton_engine.tiers import objects as objects_module
 from baton_engine.tiers import shared as shared_module
 from baton_engine.tiers.objects import (
@@ -51,7 +50,8 @@ from baton_engine.tiers.tier import EngineTier, Tier, TierSnapshot
 from tests.batches.s3_server import KEYS, S3Server
 from tests.engine.fake_model import make_cache
 from tests.engine.serving import Serving, prompt_of, request_of
-from tests.engine.test_tiers import POOL, Heard, SlowPasses, sources
+from tests.engine.test_tiers import POOL, STRANGERS, Heard, SlowPasses, sources
+from tests.plain_http import served
 
 BLOCK = make_cache(2).block_bytes
 EACH = 2
@@ -265,6 +265,13 @@ def test_shared_objects_of_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             assert sources(serving, "b") == {"shared": 40}
         objects.clear()
         assert objects.list() == [] == server.objects()
+        with monkeypatch.context() as without:  # as of stores that cannot put if absent
+            without.setenv("AWS_CONDITIONAL_PUT", "disabled")
+            simple = BlockObjects(opened("s3://bucket/kv"), MODEL, BLOCK, EACH)
+        for _ in range(2):
+            put = simple.put(*group_of(1))
+            assert put == simple.find(group_of(1)[0].key)
+        simple.clear()
         with Sharing(opened("s3://bucket/kv")) as serving:
             serving.rested()
             server.stop()
@@ -296,15 +303,7 @@ def test_shared_answers_of_one_turn_are_restored_in_the_next(store: ObjectStore 
         assert sources(serving, "b") == {"shared": 24}
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        pytest.param({"namespace": b"1" * 16}, {"namespace": b"2" * 16}, id="another namespace"),
-        pytest.param({}, {"adapter": LoadedAdapter("one", "", "1" * 64, 1, 11)}, id="adapter"),
-        pytest.param({"salt": "one"}, {"salt": "other"}, id="salt"),
-        pytest.param({"salt": ""}, {"salt": "a tenant"}, id="no salt"),
-    ],
-)
+@pytest.mark.parametrize(("first", "second"), STRANGERS)
 def test_shared_other_models_and_tenants_find_nothing(first: dict[str, Any], second: dict[str, Any]) -> None:
     store, prompt = ObjectMemory(), prompt_of(41, 2)
     for number, given in enumerate((first, second, first)):
@@ -921,14 +920,8 @@ def answering(status: int, asked: list[str]) -> Iterator[str]:
 
         def log_message(self, format: str, *arguments: object) -> None: ...
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with served(Handler) as address:
+        yield address
 
 
 @pytest.mark.parametrize(

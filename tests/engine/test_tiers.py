@@ -26,7 +26,7 @@ from baton_engine.kv.cache import KVCache
 from baton_engine.kv.events import Change, KvEvents, Stored, events_of
 from baton_engine.kv.new_memory import populate
 from baton_engine.model.decoder import Model
-from baton_engine.requests import Fetch, FetchResult, FinishReason, Output, Request
+from baton_engine.requests import Fetch, FetchResult, FinishReason, LoadedAdapter, Output, Request
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.tiers import index as tier_index
 from baton_engine.tiers.index import ANNOUNCED, Place, TierIndex
@@ -41,6 +41,14 @@ from tests.seeds import seeds
 
 POOL = 17
 """Blocks of the pools, of which 16 of 4 tokens are for prompts."""
+
+STRANGERS = [
+    pytest.param({"namespace": b"1" * 16}, {"namespace": b"2" * 16}, id="another namespace"),
+    pytest.param({}, {"adapter": LoadedAdapter("one", "", "1" * 64, 1, 11)}, id="adapter"),
+    pytest.param({"salt": "one"}, {"salt": "other"}, id="salt"),
+    pytest.param({"salt": ""}, {"salt": "a tenant"}, id="no salt"),
+]
+"""Of a tier and a request: what was put by the first is not found by the second."""
 
 
 class UnkindStore(MemoryStore):
