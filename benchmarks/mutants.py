@@ -60,8 +60,14 @@ TARGETS = {
         ("tests/engine/test_sampler.py", "tests/engine/test_token_masks.py"),
     ),
     "queue": Target(
-        ("baton_router/scheduling/queue.py", "baton_router/scheduling/priority_queue.py"),
-        ("tests/router/test_queue.py", "tests/router/test_priority_queue.py"),
+        tuple(
+            f"baton_router/scheduling/{name}.py"
+            for name in ("queue", "priority_queue", "tenant_queue", "fair_share", "sorted_list", "wakeup")
+        ),
+        tuple(
+            f"tests/router/test_{name}.py"
+            for name in ("queue", "priority_queue", "tenant_queue", "fair_share", "queue_wakeup")
+        ),
     ),
     "choice": Target(
         ("baton_router/scheduling/pair_selection.py",), ("tests/router/test_pair_selection.py",)

@@ -9,7 +9,8 @@ import msgspec
 
 from baton_api import __version__
 from baton_router.settings import RouterSettings
-from baton_router.workers.worker import Worker, Workers
+from baton_router.workers.worker import Worker
+from baton_router.workers.worker_list import Workers
 
 HIDDEN_SETTINGS = frozenset(
     {

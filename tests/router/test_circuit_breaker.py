@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from baton_router.workers.worker import (
+from baton_router.workers.circuit_breaker import (
     FAILURES_IN_A_ROW,
     PAUSE_LIMIT_S,
     PAUSE_S,

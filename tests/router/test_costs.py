@@ -13,6 +13,7 @@ from baton_api.profiles import Capacity, PrefillLine, Profile, StepLine, Transfe
 from baton_http.upstream import UpstreamPool
 from baton_router.scheduling.scheduler import RequestScheduler
 from baton_router.settings import RouterSettings
+from baton_router.workers.bookings import PrefillBookings, StreamBookings
 from baton_router.workers.costs import (
     FORGETTING,
     LEAST_S,
@@ -26,7 +27,6 @@ from baton_router.workers.costs import (
     TransferCost,
     WorkerKind,
 )
-from baton_router.workers.worker import PrefillBookings, StreamBookings
 from baton_router.workers.worker_state import WorkerStates
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from baton_router.scheduling.priority_queue import DeficitRoundRobin
+from baton_router.scheduling.fair_share import DeficitRoundRobin
 
 
 def served(shares: DeficitRoundRobin, costs: dict[str, float], times: int) -> list[str]:

@@ -29,7 +29,8 @@ from baton_router.cache.tiers import MEDIA, Tier
 from baton_router.cache.token_blocks import prompt_tail
 from baton_router.settings import RouterSettings
 from baton_router.workers.kv_subscriber import KvSubscribers, reachable_at
-from baton_router.workers.worker import Worker, Workers
+from baton_router.workers.worker import Worker
+from baton_router.workers.worker_list import Workers
 from baton_router.workers.worker_state import WorkerStates
 from tests.router.fake_worker import FakeWorker, WorkerRequest, plain, whole_answer
 from tests.router.running import CONNECT_S, running_router, until

@@ -11,7 +11,8 @@ from baton_api.workers import Load, Role
 from baton_http.upstream import Upstream
 from baton_router.scheduling.candidates import WorkerPair
 from baton_router.scheduling.outcome_attribution import BAD_PAIR_S, OutcomeAttribution
-from baton_router.workers.worker import FAILURES_IN_A_ROW, FULL_S, PAUSE_S, Worker, WorkerStatus
+from baton_router.workers.circuit_breaker import FAILURES_IN_A_ROW, PAUSE_S
+from baton_router.workers.worker import FULL_S, Worker, WorkerStatus
 from baton_router.workers.worker_state import WorkerStates
 
 

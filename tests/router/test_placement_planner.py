@@ -17,7 +17,8 @@ from baton_router.cache.prompt_chunks import PromptChunks, PromptMessage, chunk_
 from baton_router.requests.picker import PickRequest
 from baton_router.scheduling.placement import Placement, explain
 from baton_router.scheduling.placement_planner import PlacementPlanner
-from baton_router.workers.worker import Worker, Workers
+from baton_router.workers.worker import Worker
+from baton_router.workers.worker_list import Workers
 from baton_router.workers.worker_state import ACCURACY_REQUESTS
 
 

@@ -25,7 +25,7 @@ from baton_router.scheduling.outcome_attribution import (
     CrashHistory,
     Key,
 )
-from baton_router.workers.worker import usable
+from baton_router.workers.worker_list import usable
 from tests.router import fake_worker
 from tests.router.engines.fake_sglang import FakeSglang, Sessions
 from tests.router.engines.fake_vllm import FakeVllm

@@ -16,7 +16,7 @@ from baton_router.scheduling.placement import explain
 from baton_router.scheduling.placement_planner import PlacementPlanner
 from baton_router.scheduling.policies import POLICIES, LeastRequests, PredictedTime, RoutingPolicy
 from baton_router.settings import RouterSettings
-from baton_router.workers.worker import Workers
+from baton_router.workers.worker_list import Workers
 from tests.router.fake_worker import FakeWorker
 from tests.router.running import QUESTION, running_router
 from tests.router.test_placement_planner import worker

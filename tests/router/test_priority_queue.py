@@ -8,15 +8,9 @@ from collections import Counter
 
 import pytest
 
-from baton_router.scheduling.priority_queue import (
-    LEVELS,
-    MAX_WAIT_SHARE,
-    QUANTUM,
-    STARVED_S,
-    WINDOW,
-    PriorityQueue,
-    QueueEntry,
-)
+from baton_router.scheduling.fair_share import QUANTUM
+from baton_router.scheduling.priority_queue import LEVELS, MAX_WAIT_SHARE, STARVED_S, WINDOW, PriorityQueue
+from baton_router.scheduling.tenant_queue import QueueEntry
 from tests.router.test_tenant_queue import entry
 
 CRITICAL, INTERACTIVE, DEFAULT, BATCH = range(4)

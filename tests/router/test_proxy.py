@@ -15,7 +15,7 @@ from baton_api.errors import UNSUPPORTED_PARAMETER, BodyTooLarge, ModelNotFound,
 from baton_api.metrics import STALE
 from baton_api.workers import Role
 from baton_http.upstream import STALE_S, Upstream, UpstreamExchange, UpstreamLost
-from baton_router.workers.worker import FAILURES_IN_A_ROW
+from baton_router.workers.circuit_breaker import FAILURES_IN_A_ROW
 from tests.plain_http import PLAIN
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker, WorkerRequest

@@ -20,11 +20,13 @@ from baton_router.cache.prompt_chunks import chunk_text
 from baton_router.requests.picker import PickRequest, RequestCost
 from baton_router.scheduling.placement import Placement
 from baton_router.scheduling.placement_planner import PlacementPlanner
-from baton_router.scheduling.priority_queue import BATCHED_PROMPTS_S, LEVELS, NEARLY_DONE_S, REPLAN_S
-from baton_router.scheduling.queue import LEAST_TICK_S, TICK_S, Queue
+from baton_router.scheduling.priority_queue import LEVELS
+from baton_router.scheduling.queue import LEAST_TICK_S, REPLAN_S, TICK_S, Queue
+from baton_router.scheduling.wakeup import BATCHED_PROMPTS_S, NEARLY_DONE_S
 from baton_router.settings import RouterSettings
 from baton_router.workers.costs import WorkerKind
-from baton_router.workers.worker import FULL_S, Worker, Workers
+from baton_router.workers.worker import FULL_S, Worker
+from baton_router.workers.worker_list import Workers
 from benchmarks import virtual_time
 
 LONG, SHORT = 40_000, 400

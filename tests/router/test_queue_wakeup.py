@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from baton_router.scheduling.priority_queue import QueueWakeup, has_capacity
+from baton_router.scheduling.wakeup import QueueWakeup, has_capacity
 from baton_router.workers.costs import RELIABLE_AFTER, WorkerKind
 from baton_router.workers.worker_state import WorkerState
 

@@ -13,7 +13,8 @@ from baton_http.upstream import UpstreamPool
 from baton_router.cache.prompt_chunks import chunk_text
 from baton_router.workers.discovery.listed import ListedStatus, ListedWorker
 from baton_router.workers.registration import RELEASE_S, WorkerRegistration
-from baton_router.workers.worker import MODEL_GONE_S, Worker, Workers, WorkerStatus
+from baton_router.workers.worker import Worker, WorkerStatus
+from baton_router.workers.worker_list import MODEL_GONE_S, Workers
 from baton_router.workers.worker_state import NO_SLOT, WorkerStates
 
 DRAIN_S = 60.0

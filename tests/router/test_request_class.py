@@ -62,7 +62,7 @@ from baton_api import headers, metrics
 from baton_observing.promql import NOT_BACKGROUND
 from baton_router.requests.inference_request import request_class
 from baton_router.scheduling.admission import wait_limits
-from baton_router.scheduling.priority_queue import LEVELS, PriorityQueue
+from baton_router.scheduling.priority_queue import (LEVELS, PriorityQueue)
 from baton_router.tenants.tenants import DEFAULT_TENANT, Tenant, TenantEntry, OPEN_CLASSES
 from tests.router.test_tenant_queue import entry
 import msgspec

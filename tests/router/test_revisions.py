@@ -17,7 +17,8 @@ from baton_router.scheduling.placement import Placement
 from baton_router.scheduling.placement_planner import PlacementPlanner
 from baton_router.scheduling.revision_weights import AHEAD_LIMIT
 from baton_router.workers.discovery.listed import ListedStatus
-from baton_router.workers.worker import Worker, Workers
+from baton_router.workers.worker import Worker
+from baton_router.workers.worker_list import Workers
 
 
 def worker(role: Role, port: int, revision: str, **load: Any) -> Worker:

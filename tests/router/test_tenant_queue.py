@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from baton_router.scheduling.priority_queue import AGING, SHORT_S, QueueEntry, SortedList, TenantQueue
+from baton_router.scheduling.sorted_list import SortedList
+from baton_router.scheduling.tenant_queue import AGING, SHORT_S, QueueEntry, TenantQueue
 
 _numbers = itertools.count()
 

@@ -11,18 +11,10 @@ import pytest
 from baton_api.errors import ModelNotFound, NotReady
 from baton_api.workers import Load, Role
 from baton_http.upstream import Upstream
+from baton_router.workers.circuit_breaker import FAILURES_IN_A_ROW, PAUSE_LIMIT_S, PAUSE_S
 from baton_router.workers.discovery.listed import ListedStatus
-from baton_router.workers.worker import (
-    FAILURES_IN_A_ROW,
-    PAUSE_LIMIT_S,
-    PAUSE_S,
-    Worker,
-    WorkerHealth,
-    Workers,
-    WorkerStatus,
-    preferred,
-    usable,
-)
+from baton_router.workers.worker import Worker, WorkerHealth, WorkerStatus
+from baton_router.workers.worker_list import Workers, preferred, usable
 
 LOAD = Load(role=Role.DECODE, model="tiny", epoch="1")
 RESTARTED = Load(role=Role.DECODE, model="tiny", epoch="2")

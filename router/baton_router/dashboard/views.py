@@ -23,7 +23,8 @@ from baton_router.scheduling.placement import Placement, explain
 from baton_router.scheduling.priority_queue import LEVELS
 from baton_router.scheduling.queue import Queue
 from baton_router.tenants.tenants import Tenant
-from baton_router.workers.worker import Worker, Workers
+from baton_router.workers.worker import Worker
+from baton_router.workers.worker_list import Workers
 
 WORKERS_LIMIT = 64
 """Maximum workers that are shown; the data say how many are left out."""

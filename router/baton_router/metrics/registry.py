@@ -30,7 +30,8 @@ from baton_router.scheduling.priority_queue import LEVELS
 from baton_router.scheduling.queue import Queue
 from baton_router.tenants.tenants import Tenants
 from baton_router.workers.kv_subscriber import KvSubscribers
-from baton_router.workers.worker import Workers, WorkerStatus
+from baton_router.workers.worker import WorkerStatus
+from baton_router.workers.worker_list import Workers
 from baton_router.workers.worker_state import WorkerStates
 
 

@@ -21,7 +21,8 @@ from baton_http.replies import Receive, Scope, Send, request_id, send_error, sen
 from baton_http.upstream import Headers, UpstreamLost, read_body
 from baton_router.engines.heads import WorkerCredentials, WorkerHead
 from baton_router.settings import RouterSettings
-from baton_router.workers.worker import Worker, Workers, WorkerStatus
+from baton_router.workers.worker import Worker, WorkerStatus
+from baton_router.workers.worker_list import Workers
 
 ABORT = "/abort_request"
 PROBE = "/health_generate"

@@ -16,7 +16,8 @@ from baton_api.workers import EngineKind
 from baton_router.requests.picker import DirectRoute
 from baton_router.scheduling.pair_selection import LOCAL_PREFILL, PairOption, WorkerGroup
 from baton_router.workers.costs import BytesPerToken, TransferCost
-from baton_router.workers.worker import Worker, WorkerHealth, Workers, WorkerStatus, usable
+from baton_router.workers.worker import Worker, WorkerHealth, WorkerStatus
+from baton_router.workers.worker_list import Workers, usable
 from baton_router.workers.worker_state import WorkerState, WorkerStates
 
 EJECTED_CACHE_S = 0.05

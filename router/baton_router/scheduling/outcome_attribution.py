@@ -24,8 +24,9 @@ from baton_api.errors import PoisonRequest
 from baton_api.metrics.counters import LabeledCounter, LabeledHistogram
 from baton_api.prompt_report import Fallback, PromptReport
 from baton_router.scheduling.candidates import WorkerPair
+from baton_router.workers.circuit_breaker import CircuitBreaker
 from baton_router.workers.costs import TransferCost
-from baton_router.workers.worker import CircuitBreaker, Worker
+from baton_router.workers.worker import Worker
 
 BAD_PAIR_S = 30.0
 """Seconds for which two workers do not form a pair after a failed transfer between them."""

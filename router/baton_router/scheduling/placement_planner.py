@@ -34,7 +34,7 @@ from baton_router.scheduling.policies import PredictedTime, RoutingPolicy
 from baton_router.scheduling.restoring import PromptPlan, Reach, soonest
 from baton_router.scheduling.revision_weights import RevisionShares
 from baton_router.workers.costs import RunningAverage
-from baton_router.workers.worker import Workers
+from baton_router.workers.worker_list import Workers
 from baton_router.workers.worker_state import ACCURACY_REQUESTS, WorkerState, WorkerStates
 
 log = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import cast
 
@@ -21,6 +22,7 @@ from baton_api import metrics
 from baton_api.errors import BatonError, NotInTime, NotReady, Overloaded
 from baton_api.metrics import Metric
 from baton_api.request_classes import CLASSES
+from baton_router.cache.prompt_chunks import BYTES_PER_TOKEN
 from baton_router.requests.picker import PickRequest
 from baton_router.scheduling.admission import (
     DeadlineFactor,
@@ -32,17 +34,9 @@ from baton_router.scheduling.admission import (
 )
 from baton_router.scheduling.placement import Placement
 from baton_router.scheduling.placement_planner import PlacementPlanner
-from baton_router.scheduling.priority_queue import (
-    LEVELS,
-    NEARLY_DONE_S,
-    PriorityQueue,
-    QueuedRequest,
-    QueueEntry,
-    QueueWakeup,
-    has_capacity,
-    has_spare_blocks,
-    prompt_tokens,
-)
+from baton_router.scheduling.priority_queue import LEVELS, PriorityQueue
+from baton_router.scheduling.tenant_queue import QueueEntry
+from baton_router.scheduling.wakeup import NEARLY_DONE_S, QueueWakeup, has_capacity, has_spare_blocks
 from baton_router.settings import RouterSettings
 
 TICK_S = 0.1
@@ -52,6 +46,45 @@ LEAST_TICK_S = 0.005
 
 ENTRY_BYTES = 2048
 """Memory of a queued request besides its body."""
+
+REPLAN_S = 0.25
+"""Seconds for which a request keeps its planned worker."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class QueuedRequest(QueueEntry):
+    """A queued request and the future that its client awaits."""
+
+    request: PickRequest
+    future: asyncio.Future[Placement]
+    plan: Placement | None
+    """The last plan; None if no worker could serve it."""
+    planned: float
+    predicted_s: float = 0.0
+    """Predicted wait, before the correction by `WaitBias`."""
+
+    @property
+    def replan_at(self) -> float:
+        """Time from which to plan again."""
+        return self.planned + REPLAN_S
+
+    @property
+    def prompt_tokens(self) -> int:
+        return prompt_tokens(self.request, self.plan)
+
+    def register_wakeup(self, wakeup: QueueWakeup) -> None:
+        """Register the planned worker with the wake-up."""
+        if self.plan is None:
+            wakeup.add_unplanned()
+        else:
+            wakeup.add(self.plan.prefill_state, self.plan.uncached, self.replan_at)
+
+
+def prompt_tokens(request: PickRequest, plan: Placement | None) -> int:
+    """Tokens of all prompts to compute, estimated."""
+    if plan is not None:
+        return plan.uncached + plan.others
+    return max(1, round(request.prompt.bytes / BYTES_PER_TOKEN)) + request.cost.others()
 
 
 class RequestPool:

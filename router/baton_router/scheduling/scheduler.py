@@ -32,7 +32,8 @@ from baton_router.workers import health_checks
 from baton_router.workers.discovery.sources import FLAGS_SOURCE, WorkerSources
 from baton_router.workers.kv_subscriber import KvSubscribers
 from baton_router.workers.registration import WorkerRegistration
-from baton_router.workers.worker import Worker, Workers
+from baton_router.workers.worker import Worker
+from baton_router.workers.worker_list import Workers
 
 PREDICTION_ERROR = 3.0
 """Factor by which a prediction may be wrong, on top of the predicted time."""

@@ -21,7 +21,8 @@ from baton_router.engines.heads import WorkerCredentials
 from baton_router.engines.registry import ENGINES, TARGETS, detect
 from baton_router.settings import RouterSettings
 from baton_router.workers.pairing import PairingReview
-from baton_router.workers.worker import Worker, Workers, WorkerStatus
+from baton_router.workers.worker import Worker, WorkerStatus
+from baton_router.workers.worker_list import Workers
 
 log = logging.getLogger(__name__)
 

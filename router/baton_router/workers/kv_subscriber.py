@@ -28,7 +28,8 @@ from baton_router.cache.token_blocks import TokenBlockSink
 from baton_router.engines.heads import WorkerCredentials
 from baton_router.engines.registry import ENGINES
 from baton_router.settings import RouterSettings
-from baton_router.workers.worker import Worker, Workers
+from baton_router.workers.worker import Worker
+from baton_router.workers.worker_list import Workers
 from baton_router.workers.worker_state import WorkerStates
 
 log = logging.getLogger(__name__)

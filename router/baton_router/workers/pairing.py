@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from baton_api.workers import Load, Role
 from baton_router.engines.checks import layout_differences
 from baton_router.engines.registry import ENGINES
-from baton_router.workers.worker import Worker, Workers
+from baton_router.workers.worker import Worker
+from baton_router.workers.worker_list import Workers
 
 log = logging.getLogger(__name__)
 

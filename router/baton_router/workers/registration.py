@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable
 
 from baton_http.upstream import UpstreamPool
 from baton_router.workers.discovery.listed import ListedStatus, ListedWorker, list_changes, merge_lists
-from baton_router.workers.worker import Worker, Workers
+from baton_router.workers.worker import Worker
+from baton_router.workers.worker_list import Workers
 from baton_router.workers.worker_state import WorkerStates
 
 log = logging.getLogger(__name__)

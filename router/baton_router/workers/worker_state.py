@@ -23,6 +23,7 @@ from baton_router.cache.block_map import BlockMap
 from baton_router.cache.prefix_index import PrefixIndex
 from baton_router.cache.prompt_chunks import BYTES_PER_TOKEN, CHUNK_BYTES, PromptChunks
 from baton_router.cache.tiers import Tier
+from baton_router.workers.bookings import PrefillBookings, StreamBookings
 from baton_router.workers.costs import (
     DEFAULT_PRIOR,
     BytesPerToken,
@@ -33,7 +34,7 @@ from baton_router.workers.costs import (
     TransferCost,
     WorkerKind,
 )
-from baton_router.workers.worker import PrefillBookings, StreamBookings, Worker
+from baton_router.workers.worker import Worker
 
 ACCURACY_REQUESTS = 200
 """Requests in the average; fewer are not judged."""
