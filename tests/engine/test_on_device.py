@@ -11,12 +11,14 @@ import transformers
 
 from baton_api.sampling import SamplingParams
 from baton_engine import LLM
+from baton_engine.quantized import Format, quantize
 from baton_engine.requests import Request
 from baton_engine.settings import WorkerSettings
 from baton_engine.worker import open_worker
 from tests.engine.greedy import by_transformers
 from tests.engine.lora_adapters import make_adapter
 from tests.engine.models import VOCAB, make_model
+from tests.engine.test_quantized import CONVERTED, hard_values
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,6 +61,16 @@ def test_engine_on_a_device_gives_the_tokens_of_transformers(variant: str, tmp_p
             assert list(answer.token_ids) == expected.tokens
             assert answer.logprobs is not None
             assert answer.logprobs["token_logprobs"] == pytest.approx(expected.logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("form", CONVERTED)
+def test_conversion_on_a_device_has_the_bits_of_the_cpu(form: Format) -> None:
+    random = torch.randn(3000, 1024, generator=torch.Generator().manual_seed(2))
+    for values in (hard_values(), random, random.bfloat16()):
+        (ours,) = quantize(values, form, torch.device("cuda")).parts
+        (expected,) = quantize(values, form).parts
+        assert ours.rows.is_cuda
+        assert torch.equal(ours.rows.cpu(), expected.rows)
 
 
 async def test_tier_behind_a_device_gives_the_computed_tokens_back(tmp_path: Path) -> None:

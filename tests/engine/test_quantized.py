@@ -18,7 +18,9 @@ import numpy
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from baton_api.errors import SetupError
 from baton_engine.batch import Batch, BatchRow
@@ -301,13 +303,75 @@ def test_quantized_invalid_activations_give_nan_in_one_row() -> None:
     assert logits[1].isfinite().all()
 
 
-@pytest.mark.parametrize("form", [Format.Q8_0, Format.Q4_0])
-def test_quantize_equals_llama_cpps_blocks(form: Format) -> None:
-    values = torch.randn(40, 96, generator=torch.Generator().manual_seed(1))
-    values[3] = 0.0
-    (part,) = quantize(values, form).parts
-    expected = gguf.quants.quantize(values.numpy(), GGMLQuantizationType(form))
-    assert numpy.array_equal(part.rows.numpy(), expected)
+CONVERTED = [Format.Q8_0, Format.Q4_0]
+"""Formats that `--quantize` converts to."""
+
+
+def hard_values() -> Tensor:
+    """Return blocks [16, 96] fp32 in which conversions may differ: ties, signs and tiny scales."""
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(16, 96, generator=generator)
+    values[1], values[2] = 0.0, -0.0
+    halves = torch.arange(96) - 47.5
+    values[3] = halves.where(halves.abs() != 0.5, 127.0)  # scale 1 in Q8_0
+    values[4] = halves / 6  # ties of Q4_0 too
+    values[5] = 3.0 * (-1.0) ** torch.arange(96)  # the first of equal magnitudes has the sign of Q4_0's scale
+    for row, exponent in zip(range(6, 13), (-133, -127, -121, -100, -20, -14, 15), strict=True):
+        values[row] = values[0] * 2.0**exponent  # below, around and above the smallest inverse, float16, fp32
+    values[13] = values[0].bfloat16().float()
+    values[14, :32], values[14, 32:] = 2.0**-149, values[0, 32:] * 2.0**-140
+    values[15, ::7] = 65504.0
+    return values
+
+
+@pytest.mark.parametrize("form", CONVERTED)
+def test_quantize_equals_llama_cpps_blocks(form: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In slices too. Where llama.cpp divides by a scale whose inverse is infinite, numbers are of zero."""
+    values = hard_values()
+    blocks = values.view(-1, BLOCK)
+    largest = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))[:, 0]
+    tiny = (largest / (127 if form is Format.Q8_0 else 8)).reciprocal().isinf() & (largest != 0)
+    assert 6 <= tiny.sum() <= 12
+    (whole,) = quantize(values, form).parts
+    with monkeypatch.context() as patch:
+        patch.setattr("baton_engine.quantized.SLICE", 3 * 96)
+        (sliced,) = quantize(values, form).parts
+    assert torch.equal(sliced.rows, whole.rows)
+    got = whole.rows.numpy().reshape(len(blocks), -1)
+    with numpy.errstate(all="ignore"):
+        expected = gguf.quants.quantize(values.numpy(), GGMLQuantizationType(form)).reshape(got.shape)
+    assert numpy.array_equal(got[~tiny], expected[~tiny])
+    assert numpy.array_equal(got[tiny][:, :2], expected[tiny][:, :2])
+    assert (got[tiny][:, 2:] == (0 if form is Format.Q8_0 else 0x88)).all()
+
+
+@pytest.mark.parametrize("form", CONVERTED)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e30])
+def test_quantize_refuses_values_without_a_finite_scale(form: Format, value: float) -> None:
+    values = torch.ones(40, 96)
+    values[39, 95] = value
+    with pytest.raises(ValueError, match=f"too large for a float16 scale of {form.name}"):
+        quantize(values, form)
+
+
+class Divisors(TorchFunctionMode):
+    """Checks that no operation divides by a number: GPUs multiply by its inverse, CPUs do not."""
+
+    divisions = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "div" in func.__name__:
+            self.divisions += 1
+            assert isinstance(args[1], Tensor) and args[1].dim() > 0, func
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("form", CONVERTED)
+def test_quantize_divides_alike_on_all_devices(form: Format) -> None:
+    values = hard_values()
+    with Divisors() as mode:
+        quantize(values, form)
+    assert mode.divisions == (1 if form is Format.Q8_0 else 0)
 
 
 def load(path: Path, choice: Any) -> tuple[ModelSpec, Weights]:
@@ -366,3 +430,12 @@ def test_safetensors_matrices_are_quantized_while_loading(tmp_path: Path) -> Non
     logits = native_model(spec, kept).forward(batch, filled_cache(spec, torch.float32))
     expected = Decoder(spec, exact, PlainOps(spec), CPU).forward(batch, filled_cache(spec, torch.float32))
     assert distance(logits, expected) < 0.1
+
+
+def test_value_that_cannot_be_converted_is_refused_with_its_tensor(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "llama")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = math.inf
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(SetupError, match=r"layers\.1\.mlp\.down_proj\.weight.*Q4_0.*--quantize off"):
+        load(folder, "q4_0")

@@ -34,6 +34,8 @@ LEAST_POWER = 0x40
 """Bits of 2 ** -127 as bfloat16, which is not a normal number."""
 NO_EXPONENT = 255
 """The exponent of MXFP4 that stands for NaN."""
+SLICE = 1 << 20
+"""Values that are rounded at once: those of a whole embedding would take several GiB in fp32."""
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Values of the numbers of IQ4_NL."""
 
@@ -300,22 +302,41 @@ def floats(matrix: Matrix) -> Tensor:
     return matrix
 
 
-def quantize(values: Tensor, target: Format) -> Quantized:
+def quantize(values: Tensor, target: Format, device: torch.device | None = None) -> Quantized:
     """
-    Round a matrix [outputs, inputs] to Q8_0 or Q4_0. `inputs` is a multiple of 32.
+    Round a matrix [outputs, inputs] to Q8_0 or Q4_0 on `device`, None: that of `values`.
 
-    The same blocks as those of llama.cpp's reference quantization (ggml-quants.c), to the bit.
+    `inputs` is a multiple of 32. The blocks are those of llama.cpp's reference quantization (ggml-quants.c),
+    to the bit and on all devices. It divides by scales, so those below 2 ** -128 give no finite numbers: here
+    they count as zero, which they are in float16. Raises ValueError if a scale is not finite in float16.
     """
-    rows, inputs = values.shape
-    blocks = values.to(torch.float32).reshape(rows, inputs // BLOCK, BLOCK)
+    outputs, inputs = values.shape
+    blocks = inputs // BLOCK
+    octets = BLOCK if target is Format.Q8_0 else BLOCK // 2
+    rows = torch.empty((outputs, blocks * (2 + octets)), dtype=torch.uint8, device=device or values.device)
+    count = max(1, SLICE // inputs)
+    for start in range(0, outputs, count):
+        part = values[start : start + count].to(rows.device)
+        rows[start : start + count] = _quantized(part.to(torch.float32), target)
+    if bool(_halves(rows.view(outputs, blocks, -1)[..., :2]).isfinite().logical_not().any()):
+        raise ValueError(f"a value is not finite, or too large for a float16 scale of {target.name}")
+    return Quantized((QuantizedPart(target, rows),), inputs)
+
+
+def _quantized(values: Tensor, target: Format) -> Tensor:
+    """Return the blocks of fp32 values, by operations that have one result on all devices."""
+    outputs, inputs = values.shape
+    blocks = values.reshape(outputs, inputs // BLOCK, BLOCK)
     if target is Format.Q8_0:
-        scale = blocks.abs().amax(dim=2, keepdim=True) / 127
+        largest = blocks.abs().amax(dim=2, keepdim=True)
+        # By a tensor: instead of dividing by a number, torch multiplies by its inverse on GPUs.
+        scale = largest / torch.full_like(largest, 127)
         numbers = _away_from_zero(blocks * _inverse(scale))
     else:
-        largest = blocks.gather(2, blocks.abs().argmax(dim=2, keepdim=True))
-        scale = largest / -8
+        scale = blocks.gather(2, blocks.abs().argmax(dim=2, keepdim=True)) * -0.125
         numbers = (blocks * _inverse(scale) + 8.5).trunc().clamp(max=15)
-    return pack(target, numbers.reshape(rows, inputs), scale.to(torch.float16).squeeze(2))
+    packed = pack(target, numbers.reshape(outputs, inputs), scale.to(torch.float16).squeeze(2))
+    return packed.parts[0].rows
 
 
 def pack(target: Format, numbers: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Quantized:
@@ -357,7 +378,8 @@ def pack_float4(numbers: Tensor, exponents: Tensor) -> Quantized:
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    return torch.where(scale == 0, 0.0, 1.0 / scale)
+    inverse = scale.reciprocal()
+    return inverse.masked_fill_(inverse.isinf(), 0.0)
 
 
 def _away_from_zero(values: Tensor) -> Tensor:

@@ -58,6 +58,7 @@ BATCHES = {
     "a chunk": [BatchRow(range(40), 0, range(20, 23), 0)],
     "rows and chunks": [*SINGLE, PROMPT, BatchRow(range(8), 32, range(24, 27), 3)],
 }
+MATRICES = ("qkv", "output", "gate_up", "down")
 SPECS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"qk_norm": True, "qkv_bias": True},
@@ -115,6 +116,16 @@ def test_captured_passes_do_not_wait(name: str, device: FakeDevice) -> None:
         batch.feed(torch.zeros(batch.size, dtype=torch.int64, device=GPU))
         static.load(batch.values, batch.tables, batch.fed)
     assert device.waits == []
+
+
+@pytest.mark.parametrize("choice", ["q8_0", "q4_0"])
+def test_matrices_are_converted_on_the_device(choice: Any, device: FakeDevice, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(make_model(tmp_path), "tiny")
+    weights = load_weights(checkpoint, load_spec(checkpoint), BF16, quantize=choice, device=GPU)
+    matrices = [weights.embedding, *(getattr(layer, name) for layer in weights.layers for name in MATRICES)]
+    for matrix in matrices:
+        assert isinstance(matrix, Quantized)
+        assert [part.rows.device for part in matrix.parts] == [GPU] * len(matrix.parts)
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # the table has addresses

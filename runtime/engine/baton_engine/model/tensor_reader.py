@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from baton_api.errors import SetupError
 from baton_engine.model.cuts import Cut
 from baton_engine.model.file_reader import ALIGNMENT, FileReader, LocatedSource, Location, Scratch
 from baton_engine.model.progress import Progress
@@ -103,7 +104,10 @@ class TensorReader:
     sampled: bool = False
     """Whether only the values of `samples` are read. The rest stays uninitialized, without memory."""
     device: torch.device | None = None
-    """Where tensors are stored, one by one from the checkpoint's file. None: in the host's memory."""
+    """
+    Where tensors are stored, one by one from the checkpoint's file, and where matrices are rounded to a
+    quantized format. None: in the host's memory. Matrices that are quantized in the file stay there too.
+    """
     stream: TensorStream | None = None
     """Memory and files of a model whose layers are read one by one. None: each tensor has its own memory."""
     divided: bool = False
@@ -158,7 +162,14 @@ class TensorReader:
         if matrix is not None or self.choice == "keep" or self.shapes[name][1] % BLOCK:
             return matrix
         values = self.source.read(name)
-        return quantize(values if cut is None else cut.of(values), Format[self.choice.upper()])
+        values = values if cut is None else cut.of(values)
+        try:
+            return quantize(values, Format[self.choice.upper()], self.device)
+        except ValueError as error:
+            raise SetupError(
+                f"{self.source.name}: tensor {name} cannot be converted: {error}. The file is damaged, or "
+                "needs --quantize off."
+            ) from None
 
     def _sampled(self, name: str) -> Quantized | None:
         """Return the matrix with the rows of `samples`. Other rows stay uninitialized, without memory."""

@@ -345,8 +345,8 @@ def build(
     Norms are fp32 in families that add an offset to them: bfloat16 would round the sum. `choice` applies to
     matrices: keep those of the checkpoint's formats that are in `formats`, or also convert the other ones to
     a quantized format. With `shard`, only that part is read. `sampled`: read only what the digest needs,
-    without `shard`. With `device`, each tensor is stored there before the next one is read, except for
-    quantized ones.
+    without `shard`. With `device`, each tensor is stored (and converted) there before the next one is
+    read, except for those that are quantized in the checkpoint.
     """
     source = Prefixed(source) if spec.headless else source
     family = BY_ARCHITECTURE[spec.architecture]
