@@ -50,6 +50,19 @@ LATENT: dict[str, Any] = {
     "routed_scaling_factor": 1.7,
 }
 
+GLM4_MOE: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "head_dim": 24,
+    "pad_token_id": None,
+    "num_mtp_layers": 0,
+    "moe_intermediate_size": 36,
+    "n_routed_experts": 9,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
+
 LLAMA4: dict[str, Any] = {
     "num_hidden_layers": 4,
     "head_dim": 24,
@@ -91,6 +104,21 @@ EXPERT_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek-v3": ("DeepseekV3", LATENT | {"n_group": 3, "topk_group": 2, "num_mtp_layers": 0}),
+    "glm4 with experts": (
+        "Glm4Moe",
+        GLM4_MOE | {"n_group": 3, "topk_group": 2, "use_qk_norm": True, "attention_bias": True},
+    ),
+    "glm4 with experts and no norms of heads": ("Glm4Moe", GLM4_MOE),
+    "minimax m2": (
+        "MiniMaxM2",
+        {
+            "head_dim": 24,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 40,
+            **_rope("default", partial_rotary_factor=0.5),
+        },
+    ),
     "llama 4": ("Llama4", LLAMA4),
     "llama 4 with dense layers": (
         "Llama4",

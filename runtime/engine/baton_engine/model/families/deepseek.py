@@ -126,16 +126,9 @@ GROUP_BEST = 2
 """A group's score is the sum of its two best experts. https://arxiv.org/abs/2412.19437, section 2.1.2"""
 
 
-def _refine_v3(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
-    method, scoring = config.get("topk_method") or "noaux_tc", config.get("scoring_func") or "sigmoid"
-    if (method, scoring) != ("noaux_tc", "sigmoid"):
-        raise ValueError(
-            f"topk_method {method!r} with scoring_func {scoring!r} is not supported. Supported: noaux_tc "
-            "with sigmoid."
-        )
-    if config.get("rope_interleave") is False:
-        raise ValueError("rope_interleave false is not supported. Supported: true.")
-    experts = routed(
+def routed_by_sigmoids(spec: ModelSpec, config: Mapping[str, Any]) -> ExpertSpec:
+    """Read the experts of DeepSeek-V3, and of families that have the same."""
+    return routed(
         spec,
         config,
         scoring="sigmoid",
@@ -145,8 +138,27 @@ def _refine_v3(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
         chosen_groups=int(config.get("topk_group") or 1),
         group_best=GROUP_BEST,
     )
-    drafts = int(config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0)
-    return replace(with_latent(spec, config), experts=experts, draft_layers=drafts)
+
+
+def draft_layers(config: Mapping[str, Any]) -> int:
+    """Read the number of layers that predict further tokens."""
+    return int(config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0)
+
+
+def _refine_v3(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
+    method, scoring = config.get("topk_method") or "noaux_tc", config.get("scoring_func") or "sigmoid"
+    if (method, scoring) != ("noaux_tc", "sigmoid"):
+        raise ValueError(
+            f"topk_method {method!r} with scoring_func {scoring!r} is not supported. Supported: noaux_tc "
+            "with sigmoid."
+        )
+    if config.get("rope_interleave") is False:
+        raise ValueError("rope_interleave false is not supported. Supported: true.")
+    return replace(
+        with_latent(spec, config),
+        experts=routed_by_sigmoids(spec, config),
+        draft_layers=draft_layers(config),
+    )
 
 
 DEEPSEEK_V3 = ModelFamily(

@@ -37,16 +37,18 @@ def _refine_mixtral(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
     return replace(_refine(spec, config), experts=experts)
 
 
+BLOCK_SPARSE = TensorNames(
+    router="block_sparse_moe.gate",
+    expert_gate="block_sparse_moe.experts.{}.w1",
+    expert_up="block_sparse_moe.experts.{}.w3",
+    expert_down="block_sparse_moe.experts.{}.w2",
+)
+
 MIXTRAL = ModelFamily(
     architecture="MixtralForCausalLM",
     refine=_refine_mixtral,
     models=(SupportedModels(name="Mixtral", tool_parsers=("mistral",)),),
-    tensors=TensorNames(
-        router="block_sparse_moe.gate",
-        expert_gate="block_sparse_moe.experts.{}.w1",
-        expert_up="block_sparse_moe.experts.{}.w3",
-        expert_down="block_sparse_moe.experts.{}.w2",
-    ),
+    tensors=BLOCK_SPARSE,
 )
 
 FAMILIES = (MISTRAL, MIXTRAL)

@@ -21,6 +21,9 @@ from baton_api import limits
 from baton_api.errors import InvalidRequest
 from baton_api.sampling import Constraint
 from baton_engine.api.parsing.tools.families import FAMILIES, family
+from baton_engine.api.parsing.tools.family import ToolFamily
+from baton_engine.api.parsing.tools.grammar import Layout
+from baton_engine.api.parsing.tools.tagged_calls import GLM
 from baton_engine.api.parsing.tools.toolbox import TextGrammar, Tool, Toolbox
 from baton_engine.grammar.grammars import Grammars
 from baton_engine.model.tokenizer import Tokenizer
@@ -211,7 +214,7 @@ def test_constraint_on_whole_text_covers_its_calls(kind: str) -> None:
     assert family("hermes").constraint(AUTO, {}, answer) is answer
 
 
-@pytest.mark.parametrize("name", ["pythonic", "qwen3_coder"])
+@pytest.mark.parametrize("name", ["pythonic", "qwen3_coder", "glm45", "minimax_m2"])
 @pytest.mark.parametrize(
     ("schema", "fine"),
     [
@@ -237,6 +240,7 @@ def test_strict_parameters_are_forced_one_by_one_or_refused(
         jsonschema.validate(json.loads(arguments), schema)
 
 
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
 @pytest.mark.parametrize(
     "schema",
     [
@@ -248,7 +252,7 @@ def test_strict_parameters_are_forced_one_by_one_or_refused(
     ],
     ids=str,
 )
-def test_bounds_of_strings_between_tags_hold(schema: dict[str, Any]) -> None:
+def test_bounds_of_strings_between_tags_hold(schema: dict[str, Any], name: str) -> None:
     parameters = {
         "type": "object",
         "properties": {"s": schema},
@@ -258,9 +262,27 @@ def test_bounds_of_strings_between_tags_hold(schema: dict[str, Any]) -> None:
     toolbox = Toolbox(
         tools=(Tool(name="f", parameters=parameters, strict=True),), choice="required", parallel=False
     )
-    for text in forced_text("qwen3_coder", toolbox):
-        [(_, arguments)] = calls_of(read("qwen3_coder", [text], toolbox))
+    for text in forced_text(name, toolbox):
+        [(_, arguments)] = calls_of(read(name, [text], toolbox))
         jsonschema.validate(json.loads(arguments), parameters)
+
+
+def test_strings_may_end_with_a_tag_that_is_a_token() -> None:
+    tags = dataclasses.replace(GLM, value="<call>", value_end="</call>")
+    assert tags.value_end in TOKENIZER.added_tokens
+    form = ToolFamily(
+        name="tokens",
+        keeps=frozenset({tags.value, tags.value_end}),
+        read=lambda source: tags.read(source, tags.start),
+        layout=Layout(triggers=(tags.start,), opening=tags.start, call=tags.call, closing=""),
+    )
+    toolbox = Toolbox(tools=(Tool(name="weather", parameters=WEATHER),), choice="required", parallel=False)
+    forced = list(texts(TOKENIZER, GRAMMARS, form.constraint(toolbox, TOKENIZER.added_tokens), count=6))
+    assert forced
+    for text in forced:
+        reader = form.reader(toolbox)
+        [(_, arguments)] = calls_of([*reader.push(text), *reader.flush()])
+        jsonschema.validate(json.loads(arguments), WEATHER)
 
 
 HARD: dict[str, Any] = {

@@ -376,6 +376,52 @@ CASES = [
         [],
         "<tool_call>\n<function=fly>\n</function>\n</tool_call>",
     ),
+    # --- glm45 ---
+    Case(
+        "tags",
+        "glm45",
+        "Sure.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+        named(ROME, NOW),
+        "Sure.",
+    ),
+    Case(
+        "without lines, as GLM-4.7",
+        "glm45",
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>\nRome\n</arg_value><arg_key>tags</arg_key>"
+        '<arg_value>["a"]</arg_value></tool_call><tool_call>now</tool_call>',
+        named('weather {"city": "\\nRome\\n", "tags": ["a"]}', NOW),
+    ),
+    Case(
+        "a custom tool",
+        "glm45",
+        "<tool_call>write\n<arg_key>input</arg_key>\n<arg_value>\nprint('x')\n</arg_value>\n</tool_call>",
+        named("write \nprint('x')\n"),
+    ),
+    Case(
+        "a name that another one begins with",
+        "glm45",
+        "<tool_call>nowhere\n</tool_call> <tool_call>now</tool_call>",
+        named(NOW),
+        "<tool_call>nowhere\n</tool_call>",
+    ),
+    # --- minimax_m2 ---
+    Case(
+        "tags",
+        "minimax_m2",
+        'Sure.\n<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Rome</parameter>\n'
+        '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n'
+        "</minimax:tool_call>",
+        named(ROME, NOW),
+        "Sure.",
+    ),
+    Case(
+        "an unknown tool",
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="fly">\n</invoke>\n</minimax:tool_call>',
+        [],
+        '<minimax:tool_call>\n<invoke name="fly">\n</invoke>\n</minimax:tool_call>',
+    ),
 ]
 
 IDS = [f"{case.family}-{case.title}" for case in CASES]
@@ -424,10 +470,21 @@ def test_reader_of_a_cut_answer_keeps_the_arguments_so_far() -> None:
             'weather {"days": 12',
         ),
         ("qwen3_coder", "<tool_call>\n<function=write>\n<parameter=input>\na\n</param", "write a"),
+        (
+            "glm45",
+            "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Ro</arg_v",
+            'weather {"city": "Ro',
+        ),
+        ("minimax_m2", '<minimax:tool_call>\n<invoke name="write">\n<parameter name="input">a</', "write a"),
         ("mistral_v11", "[TOOL_CALLS]now[AR", "now "),
     ):
         parts = read(name, [text], cut=True)
         assert (calls_of(parts), words_of(parts)) == (named(call), "")
+
+
+def test_reader_of_an_answer_cut_in_a_name_has_no_call() -> None:
+    parts = read("glm45", ["a <tool_call>now"], cut=True)
+    assert (calls_of(parts), words_of(parts)) == ([], "a ")
 
 
 def _cut(text: str, cuts: list[int]) -> list[str]:

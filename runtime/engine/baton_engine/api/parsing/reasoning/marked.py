@@ -66,7 +66,7 @@ def _tags(name: str, implied: bool = False) -> ReasoningFamily:
     return ReasoningFamily(name, "<think>", "</think>", implied)
 
 
-THINK = ("qwen3", "glm45", "kimi_k2", "deepseek-v3", "nemotron")
+THINK = ("qwen3", "glm45", "kimi_k2", "deepseek-v3", "nemotron", "minimax_m2")
 """Families with optional reasoning. The model or its template writes <think>."""
 ALWAYS = ("deepseek-r1", "qwen3-thinking")
 """Families that always reason, sometimes without a start mark."""
