@@ -12,7 +12,7 @@ from baton_api.messages import PROTOCOL
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache, block_bytes
 from baton_engine.model.weights import LayerWeights, Weights, weights_digest
 from baton_engine.quantized import floats
-from baton_engine.spec import ExpertSpec, LatentSpec, ModelSpec, RopeScaling
+from baton_engine.spec import ExpertSpec, HeadSpec, LatentSpec, ModelSpec, RopeScaling
 from baton_engine.transfer.handshake import Compatibility
 
 SPEC = ModelSpec(
@@ -76,6 +76,7 @@ CHANGES: dict[str, Any] = {
     "architecture": "MistralForCausalLM",
     "experts": ExpertSpec(count=4, chosen=2, intermediate=8),
     "latent": LATENT,
+    "draft_head": HeadSpec(kind="mtp", layer=SPEC),
 }
 
 

@@ -18,6 +18,7 @@ from baton_engine.settings import WorkerSettings
 from baton_engine.spec import Quantize
 from baton_engine.speculation.loading import load_draft, speculation_tokens
 from baton_engine.worker import open_worker
+from tests.engine.draft_heads import drop_config, make_eagle3, make_mtp
 from tests.engine.encoders import make_encoder
 from tests.engine.gguf_files import write_gguf
 from tests.engine.models import make_model
@@ -64,6 +65,69 @@ async def test_draft_model_of_a_worker_with_torch_kernels_drafts(
     assert without.drafts == 0
 
 
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+async def test_draft_head_of_a_worker_drafts(kind: str, tmp_path: Path) -> None:
+    """The heads are right, because their models predict the next token from the last one."""
+    usual: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "8MiB"}
+    if kind == "mtp":
+        usual["model"] = str(make_mtp(tmp_path / "model", right=True))
+        head = {}
+    else:
+        usual["model"] = str(make_model(tmp_path / "model", num_hidden_layers=8))
+        head = {"draft_model": str(make_eagle3(tmp_path / "head", tmp_path / "model", right=True))}
+        head["speculation_tokens"] = "1"
+    greedy = SamplingParams(temperature=0.0, max_tokens=60)
+    expected, without = await answers({**usual, "speculation": "off"}, greedy)
+    ours, totals = await answers({**usual, "speculation": kind, **head}, greedy)
+    assert ours == expected
+    assert totals.draft_tokens == totals.accepted_tokens > 0
+    assert without.drafts == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 400}, "for a vocabulary of 400 tokens, and the model has 320"),
+        ({"target_hidden_size": 96}, "for a target of hidden size 96, and the model has 64"),
+        ({"num_hidden_layers": 2}, "a head of 2 layers of LlamaForCausalLM is not supported"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3, 8]}},
+            r"needs inputs of layers \[2, 3, 8\], but the model has layers 0 to 7",
+        ),
+        ({"draft_vocab_size": 100}, r"lm_head.weight has shape \[200, 64\], .* require \[100, 64\]"),
+        ({"architectures": ["X"], "draft_vocab_size": None}, "neither such an architecture nor draft_vocab"),
+    ],
+)
+async def test_eagle3_head_that_does_not_fit_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    model = make_model(tmp_path / "model", num_hidden_layers=8)
+    changed = {name: value for name, value in changes.items() if value is not None}
+    head = make_eagle3(tmp_path / "head", model, **changed)
+    if None in changes.values():
+        drop_config(head, *(name for name, value in changes.items() if value is None))
+    settings = {"model": str(model), "speculation": "eagle3", "draft_model": str(head), "device": "cpu"}
+    with pytest.raises(SetupError, match=message):
+        async with open_worker(WorkerSettings.model_validate(settings)):
+            pass
+
+
+async def test_mtp_of_a_model_without_such_a_layer_is_refused(tmp_path: Path) -> None:
+    model = str(make_model(tmp_path / "model"))
+    with pytest.raises(SetupError, match=r"model \(LlamaForCausalLM\) has none"):
+        async with open_worker(WorkerSettings.model_validate({"model": model, "speculation": "mtp"})):
+            pass
+
+
+async def test_eagle3_head_as_a_draft_model_is_refused(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", num_hidden_layers=8)
+    head = str(make_eagle3(tmp_path / "head", model))
+    settings = {"model": str(model), "speculation": "draft", "draft_model": head}
+    with pytest.raises(SetupError, match="head is an EAGLE-3 head, not a model"):
+        async with open_worker(WorkerSettings.model_validate(settings)):
+            pass
+
+
 async def test_draft_model_is_not_loaded_by_prefill_workers(tmp_path: Path) -> None:
     """`baton up` gives prefill workers the settings of decode workers."""
     model = make_model(tmp_path / "model")
@@ -78,6 +142,8 @@ async def test_draft_model_is_not_loaded_by_prefill_workers(tmp_path: Path) -> N
     ("given", "message"),
     [
         ({"speculation": "draft"}, "requires a draft model. Set --draft-model."),
+        ({"speculation": "eagle3"}, "requires the folder of an EAGLE-3 head. Set --draft-model."),
+        ({"speculation": "mtp", "draft_model": "x"}, "--draft-model x has no effect with --speculation mtp"),
         ({"draft_model": "x"}, "--draft-model x has no effect with --speculation auto"),
         ({"speculation": "off", "draft_model": "x"}, "--draft-model x has no effect with --speculation off"),
     ],
@@ -98,6 +164,7 @@ async def test_draft_settings_that_contradict_each_other(
         ({}, False, 0),
         ({"speculation": "ngram"}, False, 16),
         ({"speculation": "draft", "speculation_tokens": 5}, False, 5),
+        ({"speculation": "mtp"}, False, 16),
         ({"speculation": "off"}, True, 0),
         ({"role": "prefill"}, True, 0),
         ({"role": "prefill", "speculation": "ngram"}, False, 0),

@@ -162,6 +162,32 @@ class Batch:
         """[T, B] for each token the block ids of its row, on the host."""
         return self.tables if len(self.rows) == self.size else self.tables[self._owners]
 
+    @cached_property
+    def state_blocks(self) -> Tensor:
+        """`token_state_blocks` on the device."""
+        return self._tensor(self.token_state_blocks)
+
+    @cached_property
+    def token_state_blocks(self) -> NDArray[np.int64]:
+        """
+        [2, T] ids of blocks whose state (`HeadCache`) a token reads and writes.
+
+        The first token of a row reads that of the token before it, in block 0 if there is none; the others
+        have -1. The last token of a row in each block writes its own, and the others write to block 0.
+        """
+        firsts, lasts = np.array(self.starts[:-1]), np.array(self.starts[1:]) - 1
+        read = np.full(self.size, -1, dtype=np.int64)
+        before = self.token_positions[firsts] - 1
+        tables = self.tables[np.arange(len(self.rows)), np.maximum(before, 0) // self.block_size]
+        read[firsts] = np.where(before >= 0, tables, 0)
+        ends = (self.token_positions + 1) % self.block_size == 0
+        ends[lasts] = True
+        return np.stack((read, np.where(ends, self.token_slots // self.block_size, 0)))
+
+    def continue_states(self) -> None:
+        """Let no token read or write the state of a block: `DraftHead` has those of its last pass."""
+        self.token_state_blocks = np.stack((np.full(self.size, -1), np.zeros(self.size, dtype=np.int64)))
+
     @property
     def values(self) -> NDArray[np.int64]:
         """[3, T] token ids, positions and slots on the host."""
@@ -201,9 +227,10 @@ class StaticBatch(Batch):
         super().__init__([BatchRow([0], 0, [0], 1)] * rows, block_size, device)
         self.most_context = most_context
         self.adapter_rank = adapter_rank
-        self._inputs: Tensor = torch.zeros((4, rows), dtype=torch.int64, device=device)
-        self.tokens, self.positions, self.slots, adapters = self._inputs
-        self._inputs[2:].fill_(-1)
+        self._inputs: Tensor = torch.zeros((6, rows), dtype=torch.int64, device=device)
+        self.tokens, self.positions, self.slots, adapters = self._inputs[:4]
+        self._inputs[2:4].fill_(-1)
+        self.state_blocks = self._inputs[4:]
         self.adapters: Tensor | None = adapters if adapter_rank else None
         """[rows] `token_adapters`."""
         self.block_table = torch.zeros((rows, blocks), dtype=torch.int32, device=device)
@@ -230,18 +257,22 @@ class StaticBatch(Batch):
         tables: NDArray[np.int32],
         fed: Tensor | None = None,
         adapters: NDArray[np.int64] | None = None,
+        state_blocks: NDArray[np.int64] | None = None,
     ) -> None:
         """
         Copy values of a batch, which `fits`.
 
-        They are its `values`, `token_tables`, `fed`, and `token_adapters` if this batch has adapters.
+        They are its `values`, `token_tables`, `fed`, `token_adapters` if this batch has adapters, and
+        `token_state_blocks` if the cache has states.
         """
         rows, (count, blocks) = self.size, tables.shape
-        inputs = np.zeros((4, rows), dtype=np.int64)
-        inputs[2:] = -1
+        inputs = np.zeros((6, rows), dtype=np.int64)
+        inputs[2:4] = -1
         inputs[:3, :count] = values
         if adapters is not None:
             inputs[3, :count] = adapters
+        if state_blocks is not None:
+            inputs[4:, :count] = state_blocks
         self._inputs.copy_(staged(inputs, self.device), non_blocking=True)
         if fed is not None:
             self.tokens[:count].copy_(fed)

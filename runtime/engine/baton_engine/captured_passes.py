@@ -133,7 +133,8 @@ class CapturedPasses:
 
     def replay(self, rows: int, batch: Batch) -> Tensor:
         adapters = batch.token_adapters if self._adapter_rank else None
-        return self.replay_values(rows, batch.values, batch.token_tables, batch.fed, adapters)
+        states = None if self._cache.head is None else batch.token_state_blocks
+        return self.replay_values(rows, batch.values, batch.token_tables, batch.fed, adapters, states)
 
     @torch.inference_mode()
     def replay_values(
@@ -143,11 +144,12 @@ class CapturedPasses:
         tables: NDArray[np.int32],
         fed: Tensor | None = None,
         adapters: NDArray[np.int64] | None = None,
+        state_blocks: NDArray[np.int64] | None = None,
     ) -> Tensor:
         """Compute a batch that fits, as `replay`, from what `StaticBatch.load` takes of it."""
         captured = self._passes[rows]
         self._cache.streams.use()
-        captured.batch.load(values, tables, fed, adapters)
+        captured.batch.load(values, tables, fed, adapters, state_blocks)
         captured.replay()
         return captured.logits
 

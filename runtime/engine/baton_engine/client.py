@@ -17,11 +17,13 @@ from dataclasses import replace
 from typing import Protocol
 
 from baton_api.hashing import block_hashes
+from baton_engine.captured_passes import PassModel
 from baton_engine.engine import Engine
 from baton_engine.kv.cache import KVCache
 from baton_engine.kv.events import KvEvents, KvSnapshot
 from baton_engine.metrics.counters import EngineSnapshot
 from baton_engine.model.decoder import Model
+from baton_engine.model.draft_head import DraftHead
 from baton_engine.requests import Output, Request
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.tiers.tier import EngineTier
@@ -118,6 +120,7 @@ class AsyncEngine(EngineClient):
         kv_events: KvEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
         draft: tuple[Model, KVCache] | None = None,
+        head: tuple[DraftHead, PassModel] | None = None,
         tiers: Sequence[EngineTier] = (),
     ) -> None:
         super().__init__(cache.block_size)
@@ -130,6 +133,7 @@ class AsyncEngine(EngineClient):
             kv_events=kv_events,
             clock=clock,
             draft=draft,
+            head=head,
             tiers=tiers,
         )
         self._loop: asyncio.AbstractEventLoop | None = None

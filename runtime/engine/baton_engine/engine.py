@@ -26,6 +26,7 @@ from baton_api.errors import BatonError, InternalError, NotReady
 from baton_api.prompt_report import Fallback
 from baton_engine import forward_pass
 from baton_engine.batch import PassInterrupted
+from baton_engine.captured_passes import PassModel
 from baton_engine.devices import release_memory
 from baton_engine.failures import EngineFailed, PassFailures
 from baton_engine.forward_pass import ScheduledChunk
@@ -37,6 +38,7 @@ from baton_engine.lifecycle import Lifecycle, PassResults, log_fields
 from baton_engine.metrics.counters import EngineCounters, EngineSnapshot
 from baton_engine.metrics.step_log import BatchLog
 from baton_engine.model.decoder import Model
+from baton_engine.model.draft_head import DraftHead
 from baton_engine.pass_pipeline import LaunchedPass, PassInterruption, PassPipeline
 from baton_engine.requests import Fetch, FetchResult, FinishReason, LentBlocks, Output, Request
 from baton_engine.sampling.token_masks import MaskFiller
@@ -45,7 +47,8 @@ from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.scheduler import Scheduler, StepPlan
 from baton_engine.scheduling.sequence import Sequence, Stage
 from baton_engine.speculation.draft_model import DraftModel
-from baton_engine.speculation.speculator import Speculator
+from baton_engine.speculation.head_drafts import HeadDrafts
+from baton_engine.speculation.speculator import DraftSource, Speculator
 from baton_engine.streams import finish
 from baton_engine.tiers.tier import EngineTier, TierPrefix, Tiers
 
@@ -112,11 +115,13 @@ class Engine:
         kv_events: KvEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
         draft: tuple[Model, KVCache] | None = None,
+        head: tuple[DraftHead, PassModel] | None = None,
         tiers: Iterable[EngineTier] = (),
     ) -> None:
         """
-        `draft` is a model for drafts, with the vocabulary of `model` and a cache of as many blocks. `tiers`
-        are those behind the cache, the fastest first. The caller closes them after `stop`.
+        `draft` is a model for drafts, with the vocabulary of `model` and a cache of as many blocks. `head` is
+        the draft head of `model`, and what computes its passes. `tiers` are those behind the cache, the
+        fastest first. The caller closes them after `stop`.
         """
         self.limits = limits
         self._model = model
@@ -134,14 +139,18 @@ class Engine:
         self._scheduler = Scheduler(self._pool, limits, cache.block_size, kv_events, self._tiers.all)
         self._counters = EngineCounters(clock)
         self._new_memory = [NewMemory(each) for each in (cache, *(draft[1:] if draft else ()))]
-        draft_model = None if draft is None else DraftModel(*draft, clock)
-        self._speculator = Speculator(self._scheduler, self._counters, draft_model)
+        drafts: DraftSource | None = None
+        if draft is not None:
+            drafts = DraftModel(*draft, clock)
+        elif head is not None:
+            drafts = HeadDrafts(*head, cache, clock)
+        self._speculator = Speculator(self._scheduler, self._counters, drafts)
         self._lifecycle = Lifecycle(self._scheduler, self._counters, clock)
         self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
         self._interruption = PassInterruption(model)
         self._mask_filler = MaskFiller(model.spec.vocab)
         self._results = PassResults(self._scheduler, self._lifecycle, cache, clock)
-        depth = int(limits.overlap and draft is None)  # a draft model needs the last tokens before each pass
+        depth = int(limits.overlap and drafts is None)  # drafts need the last tokens before a pass
         synchronize = partial(finish, cache.kv.device)
         self._pipeline = PassPipeline(
             model, cache, self._scheduler, self._mask_filler, clock, synchronize, depth

@@ -21,9 +21,10 @@ from baton_api.errors import SetupError
 from baton_api.setting_types import show_size
 from baton_api.workers import Role
 from baton_engine.batch import Batch
-from baton_engine.captured_passes import CapturedPasses, Passes
+from baton_engine.captured_passes import CapturedPasses, Passes, PassModel
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.decoder import Decoder, Model
+from baton_engine.model.draft_head import DraftHead
 from baton_engine.model.lora import LoraWeights
 from baton_engine.parallel.parallel_passes import ParallelPasses
 from baton_engine.parallel.ranks import ParallelModel
@@ -61,13 +62,12 @@ def capture_limits(settings: WorkerSettings, model: Model) -> CaptureLimits:
     return CaptureLimits(settings.graph_rows, settings.graph_memory, settings.graph_seconds, rank)
 
 
-class GraphModel:
-    """A `Model` that replays captured passes where a batch fits one, and calls another model otherwise."""
+class GraphPasses:
+    """Replays captured passes where a batch fits one, and calls a model otherwise."""
 
-    def __init__(self, model: Model, passes: Passes, rows: Iterable[int]) -> None:
+    def __init__(self, model: PassModel, passes: Passes, rows: Iterable[int]) -> None:
         """`rows`: those of the captured passes."""
-        self.spec = model.spec
-        self._model = model
+        self._plain = model
         self._passes = passes
         self.rows = sorted(rows)
         """Rows of the captured passes."""
@@ -77,9 +77,24 @@ class GraphModel:
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         index = bisect_left(self.rows, batch.size)
         if index == len(self.rows) or not self._passes.fits(self.rows[index], batch):
-            return self._model.forward(batch, cache)
+            return self._plain.forward(batch, cache)
         self.replays += 1
         return self._passes.replay(self.rows[index], batch)[: batch.size]
+
+    def close(self) -> None:
+        """Free the graphs. NCCL's communicator cannot end before the graphs that contain its operations."""
+        self._passes.clear()
+        if isinstance(self._plain, GraphPasses):
+            self._plain.close()
+
+
+class GraphModel(GraphPasses):
+    """The same as a `Model`."""
+
+    def __init__(self, model: Model, passes: Passes, rows: Iterable[int]) -> None:
+        super().__init__(model, passes, rows)
+        self.spec = model.spec
+        self._model = model
 
     def interrupt(self) -> None:
         self._model.interrupt()
@@ -92,12 +107,6 @@ class GraphModel:
 
     def prepare_adapter(self, weights: LoraWeights) -> Any:
         return self._model.prepare_adapter(weights)
-
-    def close(self) -> None:
-        """Free the graphs. NCCL's communicator cannot end before the graphs that contain its operations."""
-        self._passes.clear()
-        if isinstance(self._model, GraphModel):
-            self._model.close()
 
 
 def row_counts(most: int) -> list[int]:
@@ -144,10 +153,35 @@ def with_graphs(
     return _with_passes(plain, passes, counts, replace(limits, memory=left, seconds=seconds), clock)
 
 
+def head_with_graphs(
+    head: DraftHead,
+    cache: KVCache,
+    engine: EngineLimits,
+    limits: CaptureLimits,
+    taken: Callable[[], int],
+    clock: Callable[[], float] = time.monotonic,
+) -> PassModel:
+    """Capture passes of a draft head, as `with_graphs` does of a model. Returns what computes its passes."""
+    counts = row_counts(min(limits.rows, engine.max_running))
+    if not (counts and head.capturable and isinstance(cache.streams, DeviceStreams)):
+        return head
+    passes = CapturedPasses(head, cache, engine.max_model_len, taken)
+    captured = _capture(passes, counts, limits, clock)
+    return GraphPasses(head, passes, captured) if captured else head
+
+
 def _with_passes(
     model: Model, passes: Passes, counts: Sequence[int], limits: CaptureLimits, clock: Callable[[], float]
 ) -> Model:
     """Capture passes of `counts` rows. Returns a model that replays them, and calls `model` for others."""
+    captured = _capture(passes, counts, limits, clock)
+    return GraphModel(model, passes, captured) if captured else model
+
+
+def _capture(
+    passes: Passes, counts: Sequence[int], limits: CaptureLimits, clock: Callable[[], float]
+) -> list[int]:
+    """Capture passes of `counts` rows, the largest first. Returns the rows of those that were captured."""
     began = clock()
     captured: list[int] = []
     for rows in reversed(counts):
@@ -168,16 +202,15 @@ def _with_passes(
             passes.drop(rows)
             needed = show_size(used)
             log.warning("Passes of %d rows need %s, more than --graph-memory: not captured.", rows, needed)
-    if not captured:
-        return model
-    log.info(
-        "Captured %d decode passes of up to %d rows as graphs in %.1f s, which take %s",
-        len(captured),
-        captured[0],
-        clock() - began,
-        show_size(passes.used),
-    )
-    return GraphModel(model, passes, captured)
+    if captured:
+        log.info(
+            "Captured %d decode passes of up to %d rows as graphs in %.1f s, which take %s",
+            len(captured),
+            captured[0],
+            clock() - began,
+            show_size(passes.used),
+        )
+    return captured
 
 
 def _passes_of(model: Model, cache: KVCache, max_model_len: int, taken: Callable[[], int]) -> Passes:

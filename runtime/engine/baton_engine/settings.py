@@ -261,17 +261,20 @@ class WorkerSettings(BaseSettings):
     """Maximum number of prompt tokens in a forward pass that also generates tokens. 0: 128 on a CPU,
     --chunk-tokens on a GPU."""
 
-    speculation: Literal["auto", "ngram", "draft", "off"] = "auto"
+    speculation: Literal["auto", "ngram", "draft", "mtp", "eagle3", "off"] = "auto"
     """Compute draft tokens beside the pending token of a generating sequence, where this is faster. Answers
     keep their distribution. auto: ngram where answers keep all bits too, which is with the native kernels of
     CPUs, except for bfloat16 with AMX, and off elsewhere, so that a seed gives the same answer again. ngram:
     drafts continue an earlier occurrence of the latest tokens in the prompt, the answer or the request's
-    `prediction`. draft: drafts come from --draft-model. off: none."""
+    `prediction`. draft: drafts come from --draft-model. mtp: drafts come from the layer of MODEL that
+    predicts a further token (num_nextn_predict_layers). eagle3: drafts come from the EAGLE-3 head of
+    --draft-model. With mtp and eagle3, torch computes the model on a CPU, and prefill and decode workers need
+    the same setting. off: none."""
 
     draft_model: str = ""
     """Model for --speculation draft: a path, a Hub id or a .gguf file, as for MODEL. It needs the same
     vocabulary, and a KV cache of its own for the same number of tokens, which is part of the KV cache's
-    size."""
+    size. For --speculation eagle3: a path or a Hub id of the head."""
 
     speculation_tokens: int = Field(default=16, ge=1, le=64)
     """Maximum number of draft tokens per sequence and forward pass. The worker uses fewer if they are

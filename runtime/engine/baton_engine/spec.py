@@ -6,6 +6,7 @@ One decoder computes every model family; families differ in the flags that they 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -208,6 +209,8 @@ class ModelSpec:
     """Whether each layer uses the window; empty means that all layers use it."""
     window_chunks: bool = False
     """Whether `sliding_window` splits the sequence into chunks; a position attends to its own (Llama 4)."""
+    window_rest: bool = False
+    """Whether `sliding_window` has all positions but the first (draft heads)."""
     sinks: bool = False
     """Whether each head has a learned score without a value, which all positions attend to (gpt-oss)."""
     qk_norm_after: bool = False
@@ -220,12 +223,19 @@ class ModelSpec:
     experts: ExpertSpec | None = None
     """None: all layers have a dense MLP."""
     draft_layers: int = 0
-    """Layers after `layers` that predict further tokens. They are not loaded (DeepSeek-V3)."""
+    """Layers after `layers` that predict further tokens (DeepSeek-V3)."""
+    draft_head: HeadSpec | None = None
+    """The head that computes drafts beside the model; None: there is none, or it is not used."""
     tied_embeddings: bool = False
     headless: bool = False
     """Whether the checkpoint has no language model head: it computes embeddings and cannot generate text."""
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
+
+    @property
+    def window_kind(self) -> Literal["slides", "chunks", "rest"]:
+        """What a position of a layer with a window attends to."""
+        return "chunks" if self.window_chunks else "rest" if self.window_rest else "slides"
 
     @property
     def group(self) -> int:
@@ -280,6 +290,25 @@ class ModelSpec:
             return self
         rope = replace(self.rope, factors=self.rope.short_factors, short_factors=())
         return replace(self, rope=rope)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSpec:
+    """A draft head: one layer that predicts the token after the next one, from states of the model."""
+
+    kind: Literal["mtp", "eagle3"]
+    """mtp: a layer of the checkpoint (DeepSeek-V3). eagle3: a checkpoint of its own."""
+    layer: ModelSpec
+    """The layer as a model of one layer. Its vocabulary is that of the head's logits."""
+    inputs: tuple[int, ...] = ()
+    """eagle3: layers of the model whose inputs make a state. mtp: empty, a state is after the final norm."""
+    normed_residual: bool = False
+    """eagle3: whether the residual begins with the normalized state."""
+
+    def __str__(self) -> str:
+        """What distinguishes heads in an error, and in the digest of `Compatibility`."""
+        digest = hashlib.sha256(repr(self).encode()).hexdigest()[:8]
+        return f"{self.kind} of {self.layer.hidden} ({digest})"
 
 
 def mscale(factor: float, scale: float) -> float:

@@ -29,11 +29,12 @@ from baton_api.setting_types import show_size
 from baton_api.workers import Load, Role
 from baton_engine import lending, machine
 from baton_engine.adapters import AdapterRegistry, registry_of
+from baton_engine.captured_passes import PassModel
 from baton_engine.client import AsyncEngine
 from baton_engine.devices import device_of, free_bytes, short, taken_bytes
 from baton_engine.engine import Engine
 from baton_engine.grammar.grammars import Grammars
-from baton_engine.graphs import GraphModel, capture_limits, with_graphs
+from baton_engine.graphs import CaptureLimits, GraphPasses, capture_limits, head_with_graphs, with_graphs
 from baton_engine.kv.cache import (
     BLOCK_SIZE,
     KVCache,
@@ -45,6 +46,7 @@ from baton_engine.kv.events import KvEvents
 from baton_engine.kv.publisher import KvPublisher
 from baton_engine.model.checkpoint import Checkpoint, load_spec
 from baton_engine.model.decoder import Decoder, Model
+from baton_engine.model.draft_head import DraftHead
 from baton_engine.model.embedder import Embedder, NoEmbeddings, embedder_of
 from baton_engine.model.encoder import EncoderSpec, encoder_spec, load_encoder
 from baton_engine.model.loading import LoadedWeights, load_model
@@ -60,7 +62,7 @@ from baton_engine.requests import Pooling, Request
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings
 from baton_engine.spec import ModelSpec
-from baton_engine.speculation.loading import check_draft, load_draft, speculation_tokens
+from baton_engine.speculation.loading import check_draft, load_draft, speculation_tokens, with_head
 from baton_engine.tiers.disk import DiskStore
 from baton_engine.tiers.namespace import Weights
 from baton_engine.tiers.objects import BlockObjects
@@ -219,7 +221,7 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
         publisher = _open_publisher(settings, cache, stack)
         grammars = stack.enter_context(contextlib.closing(Grammars(loaded.tokenizer)))
         transfer = await _open_transfer(settings, cache, loaded.model, f"{name}-{epoch[:8]}", stack)
-        model, draft = _capture(settings, loaded, cache, limits, dtype, stack)
+        model, draft, head = _capture(settings, loaded, cache, limits, dtype, stack)
         compatibility = Compatibility.of(
             loaded.spec,
             dtype,
@@ -228,7 +230,7 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
             products=loaded.model.sums if isinstance(loaded.model, NativeDecoder) else ONE_ORDER,
         )
         tiers = await asyncio.to_thread(_open_tiers, settings, loaded, cache, draft, compatibility, stack)
-        client, fatal = _open_engine(loaded, model, cache, limits, publisher, draft, tiers, stack)
+        client, fatal = _open_engine(loaded, model, cache, limits, publisher, draft, head, tiers, stack)
         worker = Worker(
             settings=settings,
             name=name,
@@ -325,25 +327,35 @@ def _capture(
     limits: EngineLimits,
     dtype: torch.dtype,
     stack: contextlib.AsyncExitStack,
-) -> tuple[Model, tuple[Model, KVCache] | None]:
-    """Capture decode passes. Returns the model, and the draft model with its cache, if there is one."""
+) -> tuple[Model, tuple[Model, KVCache] | None, tuple[DraftHead, PassModel] | None]:
+    """Capture decode passes. Returns the model, the draft model with its cache and the draft head, if any."""
     taken = partial(taken_bytes, cache.kv.device)
     before, began = taken(), time.monotonic()
     captures = capture_limits(settings, loaded.model)
+    drafting = loaded.model.drafts if isinstance(loaded.model, Decoder) else None
+    if drafting is not None and limits.speculation_tokens:
+        drafting.reserve(limits.results)
     model = with_graphs(loaded.model, cache, limits, captures, taken)
-    models, draft = [model], None
-    if loaded.draft is not None:
-        left = captures.memory - (taken() - before)
-        drafts = KVCache(loaded.draft.spec, cache.blocks, dtype, cache.kv.device)
-        captures = capture_limits(settings, loaded.draft)
+
+    def left(captures: CaptureLimits) -> CaptureLimits:
+        memory = captures.memory - (taken() - before)
         seconds = max(0.0, captures.seconds - (time.monotonic() - began))
-        captures = replace(captures, memory=left, seconds=seconds, adapter_rank=0)  # drafts have none
-        draft = with_graphs(loaded.draft, drafts, limits, captures, taken), drafts
+        return replace(captures, memory=memory, seconds=seconds, adapter_rank=0)  # drafts have none
+
+    models: list[PassModel] = [model]
+    draft, head = None, None
+    if loaded.draft is not None:
+        drafts = KVCache(loaded.draft.spec, cache.blocks, dtype, cache.kv.device)
+        limits_of_draft = left(capture_limits(settings, loaded.draft))
+        draft = with_graphs(loaded.draft, drafts, limits, limits_of_draft, taken), drafts
         models.append(draft[0])
+    elif drafting is not None and limits.speculation_tokens:
+        head = drafting, head_with_graphs(drafting, cache, limits, left(captures), taken)
+        models.append(head[1])
     for captured in models:
-        if isinstance(captured, GraphModel):
+        if isinstance(captured, GraphPasses):
             stack.callback(captured.close)
-    return model, draft
+    return model, draft, head
 
 
 def _check_tiers(settings: WorkerSettings) -> None:
@@ -465,6 +477,7 @@ def _open_engine(
     limits: EngineLimits,
     publisher: KvPublisher | None,
     draft: tuple[Model, KVCache] | None,
+    head: tuple[DraftHead, PassModel] | None,
     tiers: list[EngineTier],
     stack: contextlib.AsyncExitStack,
 ) -> tuple[AsyncEngine, asyncio.Future[str]]:
@@ -483,7 +496,7 @@ def _open_engine(
     if isinstance(loaded.model, ParallelModel):
         loaded.model.ranks.watch(on_fatal)
     client = AsyncEngine(
-        model, cache, limits, on_fatal=on_fatal, kv_events=kv_events, draft=draft, tiers=tiers
+        model, cache, limits, on_fatal=on_fatal, kv_events=kv_events, draft=draft, head=head, tiers=tiers
     )
     client.start()
     stack.push_async_callback(client.close)
@@ -514,6 +527,7 @@ def _load(
         return _LoadedModel(checkpoint, *load_encoder(settings, checkpoint, encoder, device, dtype, progress))
     tokenizer = load_tokenizer(checkpoint, spec)
     spec = spec.served_to(settings.max_model_len or spec.context)
+    spec, eagle3 = with_head(settings, spec, checkpoint, device, dtype, progress)
     embedder = embedder_of(checkpoint, settings.pooling, shortens=settings.matryoshka)
     if isinstance(embedder, Embedder):
         log.info("%s supports embeddings: %s", checkpoint.name, embedder)
@@ -522,7 +536,7 @@ def _load(
         return _LoadedModel(checkpoint, spec, tokenizer, embedder, None, *parts)
     threads, cores = torch.get_num_threads(), machine.usable_cores()
     seat = lending.take_seat(settings.shared_cores, threads, cores, settings.compute_share)
-    weights = load_model(settings, checkpoint, spec, device, dtype, progress, seat)
+    weights = load_model(settings, checkpoint, spec, device, dtype, progress, seat, eagle3)
     draft, draft_size = load_draft(settings, spec, device, dtype, progress, seat)
     return _LoadedModel(
         checkpoint,

@@ -6,6 +6,10 @@ one vector instead of a key and a value: `kv[block, layer, 1, 1, slot, dim]`. Th
 contiguous, so a block is one descriptor of a transfer: 2 MiB for an 8B model. A layer-outermost layout would
 have 64 pieces of 32 KiB. Block 0 is never allocated; padding refers to it.
 
+With a draft head, a block has further layers. They are the memory of the head's own keys and values, and of
+the state of the block's last computed token, with which the head computes the token after it (`HeadCache`).
+So whoever has a block, by a transfer, from a tier or from the prefix cache, has all that drafts need.
+
 The size is set in bytes, in tokens, or as a fraction of the memory, or derived from the free memory. A number
 of tokens limits the other three. Bytes and a fraction cannot be combined. The memory must be free, because
 the kernel kills a process that uses more than the available memory.
@@ -25,7 +29,7 @@ from torch import Tensor
 from baton_api.errors import SetupError
 from baton_api.setting_types import show_size
 from baton_engine.settings import WorkerSettings
-from baton_engine.spec import ModelSpec
+from baton_engine.spec import HeadSpec, ModelSpec
 from baton_engine.streams import Streams, streams_of
 
 log = logging.getLogger(__name__)
@@ -37,9 +41,27 @@ FLOAT8_CACHE = torch.uint8
 """Data type of a cache whose values are bits of float8 (e4m3). Only accelerators' kernels convert them."""
 
 
+STATE_DTYPES = {FLOAT8_CACHE: torch.bfloat16}
+"""Data types of the states of a draft head, by that of the cache. Others are equal."""
+
+
+def block_layers(spec: ModelSpec, dtype: torch.dtype, block_size: int = BLOCK_SIZE) -> int:
+    """Return the layers of a block: those of the model, and as many as a draft head needs memory."""
+    if (head := spec.draft_head) is None:
+        return spec.layers
+    needed = head.layer.kv_values_per_token * block_size + head.layer.hidden * state_values(dtype)
+    return spec.layers + -(-needed // (spec.kv_planes * spec.kv_heads * block_size * spec.head_dim))
+
+
+def state_values(dtype: torch.dtype) -> int:
+    """Return how many values of a cache of `dtype` one value of a state takes."""
+    return STATE_DTYPES.get(dtype, dtype).itemsize // dtype.itemsize
+
+
 def block_bytes(spec: ModelSpec, dtype: torch.dtype, block_size: int = BLOCK_SIZE) -> int:
     """Bytes of one block of all layers."""
-    return spec.kv_values_per_token * block_size * dtype.itemsize
+    planes = block_layers(spec, dtype, block_size) * spec.kv_planes
+    return planes * spec.kv_heads * spec.head_dim * block_size * dtype.itemsize
 
 
 class KVCache:
@@ -65,15 +87,23 @@ class KVCache:
         """Order the work on the blocks with readers and writers that the device does not know."""
         # Zeroed, because values after a request's last token are multiplied by 0, and 0 * NaN is NaN.
         self.kv: Tensor = _zeros(
-            (blocks, spec.layers, spec.kv_planes, spec.kv_heads, block_size, spec.head_dim),
+            (
+                blocks,
+                block_layers(spec, dtype, block_size),
+                spec.kv_planes,
+                spec.kv_heads,
+                block_size,
+                spec.head_dim,
+            ),
             dtype,
             device,
         )
+        self.head: HeadCache | None = None if spec.draft_head is None else HeadCache(self, spec.draft_head)
 
     @property
     def planes(self) -> int:
-        """Number of keys and values of all layers."""
-        return self.spec.layers * self.spec.kv_planes
+        """Number of keys and values of all layers of a block."""
+        return self.kv.shape[1] * self.kv.shape[2]
 
     @property
     def whole_kv_heads(self) -> int:
@@ -86,6 +116,24 @@ class KVCache:
     def block(self, number: int) -> memoryview:
         """Return a writable view of the bytes of block `number`. CPU only."""
         return self.kv[number].view(torch.uint8).numpy().reshape(-1).data
+
+
+class HeadCache(KVCache):
+    """The part of a draft head in each block of a cache: `kv` of its layer, and a state. Views, no memory."""
+
+    def __init__(self, cache: KVCache, head: HeadSpec) -> None:
+        layer, flat = head.layer, cache.kv.view(cache.blocks, -1)
+        self.spec, self.head = layer, None
+        self.rank, self.ranks = cache.rank, cache.ranks
+        self.blocks, self.block_size, self.streams = cache.blocks, cache.block_size, cache.streams
+        sizes = (1, layer.kv_planes, layer.kv_heads, cache.block_size, layer.head_dim)
+        start = cache.spec.kv_values_per_token * cache.block_size
+        end = start + math.prod(sizes)
+        self.kv = flat[:, start:end].view(cache.blocks, *sizes)
+        dtype = flat.dtype
+        last = end + layer.hidden * state_values(dtype)
+        self.states: Tensor = flat[:, end:last].view(STATE_DTYPES.get(dtype, dtype))
+        """[blocks, N] the state of the last computed token of each block."""
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -8,8 +8,7 @@ because on a CPU a module call costs more than a layer of a small model.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -18,16 +17,17 @@ from torch import Tensor
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
 from baton_engine.lending import Seat
-from baton_engine.model.experts import Experts
+from baton_engine.model.draft_head import DraftHead
 from baton_engine.model.group import Group
-from baton_engine.model.latent import LatentAttention
+from baton_engine.model.layer import Layer, laid_out
 from baton_engine.model.lora import LoraWeights, low_rank_linears
 from baton_engine.model.native_decoder import native_decoder
 from baton_engine.model.rope import Rotary
-from baton_engine.model.weights import LayerWeights, Weights, rounded
-from baton_engine.ops import AdaptedRows, ExpertLinear, Linear, Ops
+from baton_engine.model.weights import Weights, rounded
+from baton_engine.ops import AdaptedRows, Ops
 from baton_engine.ops.choice import create_ops, interpreted
-from baton_engine.quantized import Matrix, floats
+from baton_engine.ops.plain import PlainOps
+from baton_engine.quantized import floats
 from baton_engine.spec import ModelSpec
 
 
@@ -88,30 +88,11 @@ def create_decoder(
     environment: Mapping[str, str] = os.environ,
 ) -> Decoder:
     """Create the model with the fastest `Ops`. With `group`, `spec` and `weights` are this rank's parts."""
-    return Decoder(spec, weights, create_ops(spec, device, dtype, environment), device, group, dtype)
 
+    def ops_of(spec: ModelSpec) -> Ops:
+        return create_ops(spec, device, dtype, environment)
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One layer with its weights on the device."""
-
-    attention_norm: Tensor | None
-    qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: Linear
-    attention_post_norm: Tensor | None
-    mlp_norm: Tensor | None
-    gate_up: Linear | None
-    """None if the layer has experts only."""
-    down: Linear | None
-    experts: Experts | None
-    mlp_post_norm: Tensor | None
-    window: int | None
-    sinks: Tensor | None
-    latent: LatentAttention | None
-    rotation: str
-    """`ModelSpec.rotation`."""
+    return Decoder(spec, weights, ops_of(spec), device, group, dtype, ops_of)
 
 
 class Decoder:
@@ -125,8 +106,12 @@ class Decoder:
         device: torch.device,
         group: Group | None = None,
         dtype: torch.dtype | None = None,
+        ops_of: Callable[[ModelSpec], Ops] = PlainOps,
     ) -> None:
-        """`dtype` is that of activations. None: that of the embedding, which is not quantized then."""
+        """
+        `dtype` is that of activations. None: that of the embedding, which is not quantized then. `ops_of`
+        creates those of a draft head.
+        """
         self.spec = spec
         self.ops = ops
         self.group = group
@@ -137,10 +122,16 @@ class Decoder:
         self.embedding = ops.prepare_table(embedding, self.head if tied else None)
         self.device, self.dtype = device, dtype or floats(weights.embedding).dtype
         self.layers = tuple(
-            _laid_out(layer, spec, number, ops, device) for number, layer in enumerate(weights.layers)
+            laid_out(layer, spec, number, ops, device) for number, layer in enumerate(weights.layers)
         )
         self.rotary = Rotary.of_layers(spec, device)
         self._embedding_scale = rounded(spec.embedding_scale, self.dtype)
+        self.drafts: DraftHead | None = None
+        if (head := spec.draft_head) is not None and weights.draft_head is not None:
+            own_ops, common = ops_of(head.layer), (device, self.dtype, spec.vocab)
+            self.drafts = DraftHead(
+                head, weights.draft_head, own_ops, *common, embed=self._embedded, project=self._logits
+            )
 
     @property
     def capturable(self) -> bool:
@@ -207,7 +198,25 @@ class Decoder:
         return residual, residual
 
     def _states(self, batch: Batch, cache: KVCache) -> Tensor:
+        """Return the states [S, N] after the final norm."""
+        if self.drafts is None:
+            return self._of_layers(batch, cache)
+        inputs: list[Tensor] = []
+        states = self._of_layers(batch, cache, inputs)
+        self.drafts.store(self.drafts.state_of(states, inputs), batch, cache)
+        if self.drafts.spec.inputs or len(batch.wanted_at) == batch.size:
+            return states
+        return states[batch.wanted_at]
+
+    def _of_layers(self, batch: Batch, cache: KVCache, inputs: list[Tensor] | None = None) -> Tensor:
+        """
+        Return the states after the final norm: [S, N], or of all tokens [T, N] if an MTP layer needs them.
+
+        Appends the inputs [T, N] of layers that a draft head needs to `inputs`.
+        """
         ops = self.ops
+        tapped = self.drafts.spec.inputs if self.drafts is not None else ()
+        needs_all = self.drafts is not None and not tapped
         ops.begin(batch)
         rotations = {kind: rotary.at(batch.positions) for kind, rotary in self.rotary.items()}
         wanted = batch.wanted_at
@@ -217,20 +226,22 @@ class Decoder:
         last = len(self.layers) - 1
         adapted = ops.adapted(batch, wanted=False)
         for number, layer in enumerate(self.layers):
+            if inputs is not None and number in tapped:
+                inputs.append(residual.clone())  # operations may overwrite it
             qkv = _with_adapters(layer.qkv(x), x, adapted, number, "qkv")
             rotation = rotations.get(layer.rotation)
             if layer.latent is not None and rotation is not None:
                 q = layer.latent.store(qkv, rotation, cache, number, batch)
             else:
                 q = ops.rope_and_store(qkv, rotation, layer.q_norm, layer.k_norm, cache, number, batch)
-            if number == last and not len(wanted):
+            if number == last and not len(wanted) and not needs_all:
                 if self.group is not None:
                     self.group.meet()  # rank 0 may announce the blocks, which are complete only now
                 break  # keys and values are stored; no output of this batch is needed
             x = ops.attention(q, cache, number, batch, layer.window, layer.sinks)
             if layer.latent is not None:
                 x = layer.latent.expand(x)
-            if number == last and len(wanted) < batch.size:
+            if number == last and len(wanted) < batch.size and not needs_all:
                 x, residual = x[wanted], residual[wanted]  # only the wanted tokens need the last MLP
                 adapted = ops.adapted(batch, wanted=True)
             output = _with_adapters(layer.output(x), x, adapted, number, "output")
@@ -255,70 +266,3 @@ class Decoder:
 
 def _with_adapters(result: Tensor, x: Tensor, adapted: AdaptedRows | None, layer: int, linear: str) -> Tensor:
     return result if adapted is None else adapted.add(result, x, layer, linear)
-
-
-def _laid_out(layer: LayerWeights, spec: ModelSpec, number: int, ops: Ops, device: torch.device) -> Layer:
-    def moved(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(device)
-
-    def prepared(weight: Matrix | None, bias: Tensor | None) -> Linear | None:
-        return None if weight is None else ops.prepare(weight.to(device), moved(bias))
-
-    return Layer(
-        attention_norm=moved(layer.attention_norm),
-        qkv=ops.prepare(layer.qkv.to(device), moved(layer.qkv_bias)),
-        q_norm=moved(layer.q_norm),
-        k_norm=moved(layer.k_norm),
-        output=ops.prepare(layer.output.to(device), moved(layer.output_bias)),
-        attention_post_norm=moved(layer.attention_post_norm),
-        mlp_norm=moved(layer.mlp_norm),
-        gate_up=prepared(layer.gate_up, layer.gate_up_bias),
-        down=prepared(layer.down, layer.down_bias),
-        experts=_experts(layer, spec, number, ops, device),
-        sinks=moved(layer.sinks),
-        latent=_latent(layer, spec, ops, device),
-        mlp_post_norm=moved(layer.mlp_post_norm),
-        window=spec.window(number),
-        rotation=spec.rotation(number),
-    )
-
-
-def _experts(
-    layer: LayerWeights, spec: ModelSpec, number: int, ops: Ops, device: torch.device
-) -> Experts | None:
-    experts = spec.experts_of(number)
-    if experts is None or layer.router is None or layer.expert_gate_up is None or layer.expert_down is None:
-        return None
-
-    def exact(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(device, torch.float32)
-
-    def prepared(weights: Matrix, biases: Tensor | None) -> ExpertLinear:
-        biases = None if biases is None else biases.to(device)
-        return ops.prepare_experts(weights.to(device), biases, experts.count)
-
-    return Experts(
-        spec=experts,
-        router=layer.router.to(device, torch.float32),
-        router_bias=exact(layer.router_bias),
-        correction=exact(layer.router_correction),
-        gate_up=prepared(layer.expert_gate_up, layer.expert_gate_up_bias),
-        down=prepared(layer.expert_down, layer.expert_down_bias),
-        ops=ops,
-    )
-
-
-def _latent(layer: LayerWeights, spec: ModelSpec, ops: Ops, device: torch.device) -> LatentAttention | None:
-    latent = spec.latent
-    if latent is None or layer.latent_kv is None or layer.k_norm is None:
-        return None
-    expanded = layer.latent_kv.to(device).view(spec.heads, latent.plain + latent.value, latent.kv_rank)
-    return LatentAttention(
-        q_norm=None if layer.q_norm is None else layer.q_norm.to(device),
-        kv_norm=layer.k_norm.to(device),
-        expand_q=None if layer.latent_q is None else ops.prepare(layer.latent_q.to(device)),
-        keys=expanded[:, : latent.plain].contiguous(),
-        values=expanded[:, latent.plain :].contiguous(),
-        spec=spec,
-        ops=ops,
-    )

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,6 +17,7 @@ from baton_engine.lending import Seat
 from baton_engine.model import native_decoder, stored_weights
 from baton_engine.model.checkpoint import Checkpoint, load_weights
 from baton_engine.model.decoder import Model, create_model
+from baton_engine.model.head_loading import load_eagle3
 from baton_engine.model.native_decoder import NativeDecoder
 from baton_engine.model.progress import Progress
 from baton_engine.model.stored_weights import Damaged, WeightsFile
@@ -78,8 +79,13 @@ def load_model(
     dtype: torch.dtype,
     progress: Progress,
     seat: Seat | None,
+    eagle3: Checkpoint | None = None,
 ) -> LoadedWeights:
-    """Load the weights in the fastest way. Raises SetupError if settings or checkpoint do not allow it."""
+    """
+    Load the weights in the fastest way. Raises SetupError if settings or checkpoint do not allow it.
+
+    `eagle3` has the weights of the head of `spec`, if that has a checkpoint of its own.
+    """
     began = time.monotonic()
     quantize, formats = kept_formats(settings.quantize, spec, device, dtype)
     log.info("Load weight begin. avail mem=%s", show_free(device))
@@ -88,19 +94,20 @@ def load_model(
     source = "packed weights" if loaded else "checkpoint"
     if loaded is None:
         packs = _packs(spec, device, dtype)
-        summary = WeightsSummary(
-            load_weights(
-                checkpoint,
-                spec,
-                dtype,
-                progress,
-                quantize,
-                formats=formats,
-                device=device,
-                streamed=packs,
-                lazy=True,
-            )
+        weights = load_weights(
+            checkpoint,
+            spec,
+            dtype,
+            progress,
+            quantize,
+            formats=formats,
+            device=device,
+            streamed=packs,
+            lazy=True,
         )
+        if eagle3 is not None and spec.draft_head is not None:
+            weights = replace(weights, draft_head=load_eagle3(eagle3, spec.draft_head, spec, dtype, device))
+        summary = WeightsSummary(weights)
         model = create_model(spec, summary.weights, device, dtype, seat=seat)
         sizes = summary.formats
         log.info("Weights: %s", show_formats(sizes))

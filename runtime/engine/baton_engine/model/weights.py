@@ -215,6 +215,39 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeadWeights:
+    """Weights of a draft head. N: its hidden size, V: its tokens."""
+
+    joint: Matrix
+    """mtp: [N, 2N], of an embedding and a state. eagle3: [N, 3 times that of the model], of a state."""
+    embedding_norm: Tensor
+    """[N]"""
+    state_norm: Tensor
+    """[N]"""
+    layer: LayerWeights
+    """eagle3: `qkv` is of an embedding and a state, and there is no `attention_norm`."""
+    norm: Tensor
+    """[N]"""
+    embedding: Tensor | None = None
+    """None: that of the model."""
+    head: Tensor | None = None
+    """[V, N]; None: that of the model."""
+    tokens: Tensor | None = None
+    """[V] int64, the model's tokens; None: they are equal."""
+
+    def named(self) -> Iterator[tuple[str, Matrix]]:
+        """Yield all tensors with their names."""
+        for part in fields(self):
+            value = getattr(self, part.name)
+            if isinstance(value, LayerWeights):
+                for inner in fields(value):
+                    if (tensor := getattr(value, inner.name)) is not None:
+                        yield f"head.layer.{inner.name}", tensor
+            elif value is not None:
+                yield f"head.{part.name}", value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     embedding: Matrix
     """[V, N]"""
@@ -224,6 +257,8 @@ class Weights:
     """[N]"""
     head: Matrix
     """[V, N]; the same tensor as `embedding` if they are tied."""
+    draft_head: HeadWeights | None = None
+    """Those of `ModelSpec.draft_head`."""
 
     @property
     def bytes(self) -> int:
@@ -238,6 +273,8 @@ class Weights:
             summary += bytes_by_format((self.head,))
         for layer in self.layers:
             summary += layer.formats
+        if self.draft_head is not None:
+            summary += bytes_by_format(tensor for _, tensor in self.draft_head.named())
         return summary
 
 
@@ -257,6 +294,9 @@ def show_formats(sizes: Counter[str]) -> str:
     """Return the sizes of formats as text, the largest first: 4.1 GiB in FP8, 1.0 GiB in bfloat16."""
     return ", ".join(f"{show_size(size)} in {form}" for form, size in sizes.most_common())
 
+
+EMBEDDING_NORM, STATE_NORM, HEAD_NORM, JOINT = "enorm", "hnorm", "shared_head.norm", "eh_proj"
+"""Tensors of an MTP layer beside those of other layers. Copies of embedding and head are not read."""
 
 NAMED_AT_MOST = 5
 """Maximum number of tensors that an error lists by name."""
@@ -289,14 +329,19 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         norms |= (
             {names.q_norm: q, names.k_norm: k} if spec.qk_norm_joint else {names.q_norm: d, names.k_norm: d}
         )
-    for number in range(spec.layers):
-        layer = names.layer.format(number)
+    layers = [(spec, number, names.layer.format(number)) for number in range(spec.layers)]
+    if (head := spec.draft_head) is not None and head.kind == "mtp":
+        layer = names.layer.format(spec.layers)
+        layers.append((head.layer, 0, layer))
+        shapes |= {f"{layer}{name}.weight": (n,) for name in (EMBEDDING_NORM, STATE_NORM, HEAD_NORM)}
+        shapes[f"{layer}{JOINT}.weight"] = (n, 2 * n)
+    for each, number, layer in layers:
         shapes |= {f"{layer}{name}.weight": (size,) for name, size in norms.items()}
-        for name, (rows, columns, biased) in (matrices | mlp_shapes(spec, names, number)).items():
+        for name, (rows, columns, biased) in (matrices | mlp_shapes(each, names, number)).items():
             shapes[f"{layer}{name}.weight"] = (rows, columns)
             if biased:
                 shapes[f"{layer}{name}.bias"] = (rows,)
-        if (experts := spec.experts_of(number)) is not None and experts.corrected:
+        if (experts := each.experts_of(number)) is not None and experts.corrected:
             shapes[f"{layer}{names.router_correction}.bias"] = (experts.count,)
     return shapes
 
@@ -368,6 +413,7 @@ def build(
         layers=layers,
         final_norm=reader.stacked([f"{names.final_norm}.weight"]),
         head=embedding if spec.tied_embeddings else reader.matrix([f"{names.head}.weight"]),
+        draft_head=_mtp(spec, names, reader),
     )
     return weights if streamed or lazy else replace(weights, layers=tuple(layers))
 
@@ -400,9 +446,29 @@ def _streamed(spec: ModelSpec, names: TensorNames, reader: TensorReader) -> Iter
     reader.report()
 
 
-def _layer(spec: ModelSpec, names: TensorNames, number: int, reader: TensorReader) -> LayerWeights:
-    """Build the weights of one layer."""
-    prefix = names.layer.format(number)
+def _mtp(spec: ModelSpec, names: TensorNames, reader: TensorReader) -> HeadWeights | None:
+    """Build the head that is the first layer after those of the model, if it is used."""
+    head, layer = spec.draft_head, names.layer.format(spec.layers)
+    if head is None or head.kind != "mtp":
+        return None
+
+    def norm(name: str) -> Tensor:
+        return reader.stacked([f"{layer}{name}.weight"])
+
+    return HeadWeights(
+        joint=reader.matrix([f"{layer}{JOINT}.weight"]),
+        embedding_norm=norm(EMBEDDING_NORM),
+        state_norm=norm(STATE_NORM),
+        layer=_layer(head.layer, names, 0, reader, layer),
+        norm=norm(HEAD_NORM),
+    )
+
+
+def _layer(
+    spec: ModelSpec, names: TensorNames, number: int, reader: TensorReader, prefix: str = ""
+) -> LayerWeights:
+    """Build the weights of one layer, whose tensors have `prefix` if it is not that of its number."""
+    prefix = prefix or names.layer.format(number)
     qkv: tuple[str, ...] = (names.qkv,) if names.qkv else (names.q, names.k, names.v)
     latent = spec.latent
     q_norm, k_norm = names.q_norm, names.k_norm
@@ -491,6 +557,8 @@ class WeightsSummary:
         self._head, self._final_norm = weights.head, weights.final_norm
         self._tied = weights.head is weights.embedding
         self._add("embedding", weights.embedding)
+        for name, tensor in () if weights.draft_head is None else weights.draft_head.named():
+            self._add(name, tensor)
         self.weights = replace(weights, layers=self._seen(weights.layers))
         """The same weights. The summary is complete after one iteration over their layers."""
 

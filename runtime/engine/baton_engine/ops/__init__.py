@@ -189,8 +189,8 @@ class Ops(Protocol):
         Scores are scaled and capped as the model's spec says.
 
         The context includes the new tokens. With `window`, a position attends to itself and to the window - 1
-        tokens before it, or with `ModelSpec.window_chunks` to those of its chunk. `sinks` [H] are scores
-        without a value, which every position attends to. A cache of latents has them as keys and as values.
+        tokens before it, or as `ModelSpec.window_kind` says. `sinks` [H] are scores without a value, which
+        every position attends to. A cache of latents has them as keys and as values.
         `batch` is that of the last `begin`.
         """
         ...

@@ -295,7 +295,7 @@ class PlainOps:
     def _parts(self, batch: Batch, window: int | None) -> list[RowGroup]:
         """Return the row groups of `batch`, cached for all layers with the same window."""
         if window not in self._plans:
-            self._plans[window] = _plan(batch, window, self.spec.window_chunks)
+            self._plans[window] = _plan(batch, window, self.spec)
         return self._plans[window]
 
 
@@ -310,23 +310,29 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
-def _plan(batch: Batch, window: int | None, chunks: bool) -> list[RowGroup]:
+def _plan(batch: Batch, window: int | None, spec: ModelSpec) -> list[RowGroup]:
     single = [r for r, row in enumerate(batch.rows) if len(row.tokens) == 1]
     most = max((batch.contexts[r] for r in single), default=0)
     together = len(single) > 1 and most * len(single) <= PADDING_LIMIT * sum(
         batch.contexts[r] for r in single
     )
-    parts = [_single_tokens(batch, single, window, chunks)] if together else []
+    parts = [_single_tokens(batch, single, window, spec)] if together else []
     separate = [r for r in range(len(batch.rows)) if not together or len(batch.rows[r].tokens) > 1]
-    return parts + [_row(batch, r, window, chunks) for r in separate]
+    return parts + [_row(batch, r, window, spec) for r in separate]
 
 
-def _seen_from(positions: Tensor, window: int, chunks: bool) -> Tensor:
-    """Return the first position that each of `positions` attends to."""
-    return positions // window * window if chunks else positions - window + 1
+def _seen_from(positions: Tensor, window: int, spec: ModelSpec) -> Tensor:
+    """Return the first position that each of `positions` attends to; below 0 it is 0."""
+    match spec.window_kind:
+        case "chunks":
+            return positions // window * window
+        case "rest":
+            return positions.clamp(max=1)
+        case "slides":
+            return positions - window + 1
 
 
-def _single_tokens(batch: Batch, rows: Sequence[int], window: int | None, chunks: bool) -> RowGroup:
+def _single_tokens(batch: Batch, rows: Sequence[int], window: int | None, spec: ModelSpec) -> RowGroup:
     """Group rows of one token each, padded to the longest context."""
     device = batch.device
     contexts = [batch.contexts[r] for r in rows]
@@ -336,7 +342,7 @@ def _single_tokens(batch: Batch, rows: Sequence[int], window: int | None, chunks
     keys = torch.arange(longest, device=device)
     mask = keys < ends
     if window is not None:
-        mask &= keys >= _seen_from(ends - 1, window, chunks)
+        mask &= keys >= _seen_from(ends - 1, window, spec)
     padded = min(contexts) < longest
     last = (ends[:, 0] - 1) // batch.block_size
     slots = torch.arange(batch.block_size, device=device)
@@ -352,12 +358,12 @@ def _single_tokens(batch: Batch, rows: Sequence[int], window: int | None, chunks
     )
 
 
-def _row(batch: Batch, r: int, window: int | None, chunks: bool) -> RowGroup:
+def _row(batch: Batch, r: int, window: int | None, spec: ModelSpec) -> RowGroup:
     """Return the group of one row, without keys before the windows of all its tokens."""
     row, size = batch.rows[r], batch.block_size
     first = 0
     if window is not None:
-        first = (row.start // window * window if chunks else max(0, row.start - window + 1)) // size
+        first = max(0, int(_seen_from(torch.tensor(row.start), window, spec))) // size
     context = row.context - first * size
     mask = None
     causal = row.start == 0 and len(row.tokens) > 1 and window is None
@@ -366,7 +372,7 @@ def _row(batch: Batch, r: int, window: int | None, chunks: bool) -> RowGroup:
         keys = torch.arange(first * size, row.context, device=batch.device)
         mask = keys <= queries
         if window is not None:
-            mask &= keys >= _seen_from(queries, window, chunks)
+            mask &= keys >= _seen_from(queries, window, spec)
         mask = mask[None, None]
     return RowGroup(
         tokens=slice(batch.starts[r], batch.starts[r + 1]),

@@ -33,8 +33,8 @@ def check_parallel(settings: WorkerSettings, spec: ModelSpec, name: str, *, enco
         raise SetupError(f"{flag} does not support encoders such as {name}. Start more workers instead.")
     if settings.role is not Role.BOTH:
         _check_pair(settings.role, size, spec, name)
-    if settings.speculation == "draft":
-        raise SetupError(f"{flag} does not support --speculation draft. Use ngram or off.")
+    if settings.speculation in ("draft", "mtp", "eagle3"):
+        raise SetupError(f"{flag} does not support --speculation {settings.speculation}. Use ngram or off.")
     if settings.enable_lora:
         raise SetupError(f"{flag} does not support --enable-lora. Use --tensor-parallel-size 1.")
     check_degree(spec, size, name)

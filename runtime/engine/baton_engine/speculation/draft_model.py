@@ -14,24 +14,19 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable
-from itertools import takewhile
 
 import torch
 from torch import Tensor
 
 from baton_engine.batch import Batch, BatchRow
+from baton_engine.forward_pass import ScheduledChunk
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.decoder import Model
 from baton_engine.sampling import sampler
-from baton_engine.scheduling.sequence import FIRST_ACCEPTANCE, DraftState, Sequence
+from baton_engine.scheduling.sequence import DraftState, Sequence
+from baton_engine.speculation.acceptance import judge, state_of
 from baton_engine.speculation.costs import PassTimes
 from baton_engine.streams import finish
-
-WEIGHT = 0.1
-"""Weight of one result in the estimate of acceptance."""
-
-RECOVERY = 0.02
-"""Weight of `FIRST_ACCEPTANCE` for each pass without a draft, so that drafts are tried again."""
 
 CATCH_UP_TOKENS = 512
 """Maximum missing tokens of a pass. A sequence that misses more has no draft in this step."""
@@ -50,17 +45,17 @@ class DraftModel:
 
     def acceptance(self, sequence: Sequence) -> float:
         """Process the result of the last draft. Returns the estimated acceptance of the next one."""
-        state = sequence.draft_state
-        if state is None:
-            state = sequence.draft_state = DraftState(sequence.admissions)
-        if state.admissions != sequence.admissions:
-            state.admissions, state.filled, state.draft = sequence.admissions, 0, ()
-        if state.draft:
-            self._judge(sequence, state)
+        state = state_of(sequence)
+        drafted = len(state.draft)
+        accepted = judge(sequence, state)
+        if drafted:
+            self._fill(sequence, state, state.start + min(accepted, drafted - 1))
         else:
-            state.acceptance += (FIRST_ACCEPTANCE - state.acceptance) * RECOVERY
             self._find(sequence, state)
         return state.acceptance
+
+    def settle(self, chunks: abc.Sequence[ScheduledChunk], rows: abc.Sequence[int]) -> None:
+        """Nothing: `acceptance` processes the results of a draft."""
 
     def draft(self, wanted: abc.Sequence[tuple[Sequence, int]]) -> dict[Sequence, tuple[int, ...]]:
         """
@@ -144,15 +139,6 @@ class DraftModel:
         for index in range(state.filled // size, tokens // size):
             self._owners[sequence.blocks[index]] = sequence.block_hash(index)
         state.filled = tokens
-
-    def _judge(self, sequence: Sequence, state: DraftState) -> None:
-        actual = sequence.tokens(state.start, min(sequence.length, state.start + len(state.draft)))
-        pairs = zip(actual, state.draft, strict=False)
-        accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        for hit in (True,) * accepted + (False,) * (accepted < len(actual)):
-            state.acceptance += (hit - state.acceptance) * WEIGHT
-        self._fill(sequence, state, state.start + min(accepted, len(state.draft) - 1))
-        state.draft = ()
 
 
 def _state(sequence: Sequence) -> DraftState:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 
 from baton_api.errors import SetupError
 from baton_api.workers import Role
 from baton_engine.lending import Seat
-from baton_engine.model.checkpoint import load_spec, load_weights
+from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights, read_json
 from baton_engine.model.decoder import Model, create_model
+from baton_engine.model.head_loading import eagle3_head, is_eagle3, mtp_head
 from baton_engine.model.progress import Progress
 from baton_engine.model.resolve import resolve
 from baton_engine.model.weights import WeightsSummary, show_formats
 from baton_engine.ops.choice import kept_formats
+from baton_engine.ops.native import support
 from baton_engine.settings import WorkerSettings
 from baton_engine.spec import ModelSpec, Quantize
 
@@ -23,18 +26,47 @@ log = logging.getLogger(__name__)
 
 def check_draft(settings: WorkerSettings, spec: ModelSpec, name: str) -> None:
     """Raise SetupError if `settings` contradict each other, or the model `name` generates no text."""
-    if settings.speculation != "draft":
-        if settings.draft_model:
-            raise SetupError(
-                f"--draft-model {settings.draft_model} has no effect with "
-                f"--speculation {settings.speculation}. Set --speculation draft, or omit the draft model."
-            )
-    elif not settings.draft_model:
-        raise SetupError("--speculation draft requires a draft model. Set --draft-model.")
-    elif spec.headless:
+    kind = settings.speculation
+    if kind not in ("draft", "eagle3") and settings.draft_model:
         raise SetupError(
-            f"--speculation draft has no effect: {name} generates no text. Omit it and --draft-model."
+            f"--draft-model {settings.draft_model} has no effect with --speculation {kind}. Set "
+            "--speculation draft, or eagle3 for an EAGLE-3 head, or omit the draft model."
         )
+    if kind in ("draft", "eagle3") and not settings.draft_model:
+        what = "a draft model" if kind == "draft" else "the folder of an EAGLE-3 head"
+        raise SetupError(f"--speculation {kind} requires {what}. Set --draft-model.")
+    if kind in ("draft", "eagle3", "mtp") and spec.headless:
+        raise SetupError(
+            f"--speculation {kind} has no effect: {name} generates no text. Omit it and --draft-model."
+        )
+
+
+def with_head(
+    settings: WorkerSettings,
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress,
+) -> tuple[ModelSpec, Checkpoint | None]:
+    """
+    Return the spec of a model with the draft head of `settings`, and the head's checkpoint if it has its own.
+
+    A prefill worker has the head too: it computes the head's keys and values of prompts, which are part of
+    their blocks. Raises SetupError if there is no head, or it does not fit the model.
+    """
+    if settings.speculation not in ("mtp", "eagle3"):
+        return spec, None
+    own = resolve(settings.draft_model, progress) if settings.speculation == "eagle3" else None
+    head = mtp_head(spec, checkpoint) if own is None else eagle3_head(spec, own)
+    log.info("Draft head: %s", head)
+    if device.type == "cpu" and support.supports(spec, dtype):
+        log.warning(
+            "--speculation %s is slower than none on a CPU: its kernels compute no draft heads, so torch "
+            "computes the model. Use --speculation auto.",
+            settings.speculation,
+        )
+    return replace(spec, draft_head=head), own
 
 
 def speculation_tokens(settings: WorkerSettings, exact_rows: bool) -> int:
@@ -68,6 +100,11 @@ def load_draft(
     if settings.speculation != "draft" or settings.role is Role.PREFILL:
         return None, 0
     checkpoint = resolve(settings.draft_model, progress)
+    if not checkpoint.is_gguf and is_eagle3(read_json(checkpoint.path / "config.json")):
+        raise SetupError(
+            f"{checkpoint.name} is an EAGLE-3 head, not a model. Set --speculation eagle3, on prefill "
+            "workers too."
+        )
     draft = load_spec(checkpoint)
     if draft.headless or draft.vocab != spec.vocab:
         size = "no head" if draft.headless else f"a vocabulary of {draft.vocab} tokens"

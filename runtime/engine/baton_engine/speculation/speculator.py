@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections import abc
 from collections.abc import Callable
+from typing import Protocol
 
 from baton_engine import forward_pass
 from baton_engine.forward_pass import PassResult, Sampled, ScheduledChunk
@@ -21,13 +22,31 @@ from baton_engine.sampling.token_masks import MaskFiller
 from baton_engine.scheduling.scheduler import Scheduler, StepPlan
 from baton_engine.scheduling.sequence import Sequence, Stage
 from baton_engine.speculation.costs import PassTimes, allot, common_length
-from baton_engine.speculation.draft_model import DraftModel
 
 log = logging.getLogger(__name__)
 
 MOST_SEQUENCES = 64
 """Maximum number of sequences of a pass with drafts of their own tokens. With more, the host would look for
 drafts longer than they save."""
+
+
+class DraftSource(Protocol):
+    """A model of drafts: one of its own (`DraftModel`), or a head of the model (`HeadDrafts`)."""
+
+    times: PassTimes
+    """Those of its passes of one token for each sequence."""
+
+    def acceptance(self, sequence: Sequence) -> float:
+        """Process the result of the last draft. Returns the estimated acceptance of the next one."""
+        ...
+
+    def draft(self, wanted: abc.Sequence[tuple[Sequence, int]]) -> dict[Sequence, tuple[int, ...]]:
+        """Return drafts of at most the wanted numbers of tokens. Their blocks must be reserved."""
+        ...
+
+    def settle(self, chunks: abc.Sequence[ScheduledChunk], rows: abc.Sequence[int]) -> None:
+        """Process a pass with drafts, whose accepted tokens are part of their sequences."""
+        ...
 
 
 class Speculator:
@@ -37,9 +56,9 @@ class Speculator:
         self,
         scheduler: Scheduler,
         counters: EngineCounters,
-        draft_model: DraftModel | None = None,
+        drafts: DraftSource | None = None,
     ) -> None:
-        self._draft_model = draft_model
+        self._drafts = drafts
         self._scheduler = scheduler
         self._counters = counters
         self._tokens = scheduler.limits.speculation_tokens
@@ -66,8 +85,8 @@ class Speculator:
         """
         if not self._tokens or plan.prefills:
             return {}
-        if self._draft_model is not None:
-            return self._modeled(plan.decodes, self._draft_model)
+        if self._drafts is not None:
+            return self._modeled(plan.decodes, self._drafts)
         if not (proposals := self._proposals(plan.decodes)):
             return {}
         chances = [chances for _, _, chances in proposals]
@@ -92,6 +111,8 @@ class Speculator:
             self.times.add(sum(chunk.size for chunk in chunks), result.seconds)
         drafts = [chunk for chunk in chunks if chunk.draft]
         accepted = verify(chunks, result, mask_filler, take) if drafts else 0
+        if drafts and self._drafts is not None:
+            self._drafts.settle(chunks, result.rows)
         self.forget(drafts)
         self._counters.add_drafts(len(drafts), sum(len(chunk.draft) for chunk in drafts), accepted)
         return accepted
@@ -103,25 +124,25 @@ class Speculator:
                 self._scheduler.trim(chunk.sequence, chunk.sequence.computed)
 
     def _modeled(
-        self, decodes: abc.Sequence[Sequence], draft_model: DraftModel
+        self, decodes: abc.Sequence[Sequence], source: DraftSource
     ) -> dict[Sequence, tuple[int, ...]]:
-        """Return the drafts of the draft model, of the same length for all sequences that need as many."""
+        """Return the drafts of a model, of the same length for all sequences that need as many."""
         limits = {sequence: limit for sequence in decodes if (limit := self._limit(sequence))}
         if not limits:
             return {}
-        acceptances = [draft_model.acceptance(sequence) for sequence in limits]
+        acceptances = [source.acceptance(sequence) for sequence in limits]
         longest = max(limits.values())
-        count = common_length(acceptances, longest, len(decodes), self.times, draft_model.times)
+        count = common_length(acceptances, longest, len(decodes), self.times, source.times)
         wanted = [
             (sequence, self._scheduler.reserve(sequence, min(count, limit)))
             for sequence, limit in limits.items()
         ]
         wanted = [(sequence, granted) for sequence, granted in wanted if granted]
         try:
-            drafts = draft_model.draft(wanted) if wanted else {}
+            drafts = source.draft(wanted) if wanted else {}
         except Exception:  # the draft model must not end requests
             log.exception("The draft model failed. Drafts come from the requests' own tokens from now on.")
-            self._draft_model, drafts = None, {}
+            self._drafts, drafts = None, {}
         for sequence, _ in wanted:
             if sequence not in drafts:
                 self._scheduler.trim(sequence, sequence.length)

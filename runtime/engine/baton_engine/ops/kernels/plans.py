@@ -55,7 +55,7 @@ def plan(batch: Batch, spec: ModelSpec, window: int | None, *, large_tiles: bool
     starts, counts = np.array(batch.starts[:-1]), np.diff(batch.starts)
     single = np.flatnonzero(counts == 1)
     position = np.array(batch.contexts)[single] - 1
-    first = _first_seen(position, window, spec.window_chunks) // SPLIT
+    first = _first_seen(position, window, spec) // SPLIT
     numbers = position // SPLIT - first + 1
     owner, split = _numbered(numbers)
     splits = _entries(single[owner], starts[single][owner], 1, first[owner] + split)
@@ -105,18 +105,24 @@ def plan_on_device(batch: StaticBatch, spec: ModelSpec, window: int | None) -> A
 
 
 def window_kind(spec: ModelSpec, window: int | None) -> str:
-    return "none" if window is None else "chunks" if spec.window_chunks else "slides"
+    return "none" if window is None else spec.window_kind
 
 
 def _entries(*columns: NDArray[np.int64] | int) -> NDArray[np.int32]:
     return np.stack(np.broadcast_arrays(*columns), axis=1).astype(np.int32)
 
 
-def _first_seen(position: NDArray[np.int64], window: int | None, chunks: bool) -> NDArray[np.int64]:
+def _first_seen(position: NDArray[np.int64], window: int | None, spec: ModelSpec) -> NDArray[np.int64]:
     """Return the first position that each position attends to, as the kernels do."""
     if window is None:
         return np.zeros_like(position)
-    return position // window * window if chunks else np.maximum(position - window + 1, 0)
+    match spec.window_kind:
+        case "chunks":
+            return position // window * window
+        case "rest":
+            return np.minimum(position, 1)
+        case "slides":
+            return np.maximum(position - window + 1, 0)
 
 
 def _numbered(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -132,6 +138,8 @@ def seen_from_position(position, window, WINDOW: tl.constexpr):
         return position // window * window
     elif WINDOW == "slides":
         return tl.maximum(position - window + 1, 0)
+    elif WINDOW == "rest":
+        return tl.minimum(position, 1)
     else:
         return position * 0
 

@@ -1,0 +1,172 @@
+"""
+A draft head: one layer that predicts the token after the next one, from the model's states.
+
+For the token at position p, the head joins its embedding with the state of position p - 1. It attends to the
+joined tokens before it, and predicts the token at p + 1. Position 0 has no state before it, so no position
+attends to it. Further tokens are predicted from the head's own states.
+
+- An MTP layer is part of the checkpoint. A state is the model's output after the final norm; embedding and
+  output head are the model's. https://arxiv.org/abs/2412.19437, section 2.2
+- An EAGLE-3 head is a checkpoint of its own. A state is a projection of the inputs of three layers of the
+  model. The head may have fewer tokens than the model. https://arxiv.org/abs/2503.01840
+
+`store` computes the head's keys and values of all tokens of a pass, beside the model. So the head has those
+of each block that the model has, wherever it was computed. Keys and values of position p depend on the tokens
+up to p alone, as those of the model do. `forward` computes drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from baton_engine.batch import Batch
+from baton_engine.kv.cache import HeadCache, KVCache
+from baton_engine.model.layer import Layer, laid_out
+from baton_engine.model.rope import Rotary
+from baton_engine.model.weights import HeadWeights
+from baton_engine.ops import Ops
+from baton_engine.spec import HeadSpec
+
+
+class DraftHead:
+    """Computes drafts for a decoder. N: its hidden size, V: the model's vocabulary."""
+
+    def __init__(
+        self,
+        spec: HeadSpec,
+        weights: HeadWeights,
+        ops: Ops,
+        device: torch.device,
+        dtype: torch.dtype,
+        vocab: int,
+        embed: Callable[[Tensor], Tensor],
+        project: Callable[[Tensor], Tensor],
+    ) -> None:
+        """
+        `ops` are those of `spec.layer`. `embed` and `project` are the model's: embeddings [T, N] of tokens,
+        and logits [T, V] fp32 of normalized states. `vocab` is V.
+        """
+        self.spec = spec
+        self._ops = ops
+        self._dtype = dtype
+        self._vocab = vocab
+        self._layer: Layer = laid_out(weights.layer, spec.layer, 0, ops, device)
+        self._rotary = Rotary(spec.layer, device)
+        self._joint = ops.prepare(weights.joint.to(device))
+        self._embedding_norm = weights.embedding_norm.to(device)
+        self._state_norm = weights.state_norm.to(device)
+        self._norm = weights.norm.to(device)
+        self._embed, self._project = embed, project
+        if weights.embedding is not None:
+            table = ops.prepare_table(weights.embedding.to(device), None)
+            self._embed = lambda tokens: table[tokens].to(dtype)
+        if weights.head is not None:
+            head = ops.prepare(weights.head.to(device))
+            self._project = lambda states: head(states).to(torch.float32)
+        self._tokens = None if weights.tokens is None else weights.tokens.to(device)
+        empty = torch.empty((0, spec.layer.hidden), dtype=dtype, device=device)
+        self._states, self._results = empty, empty
+
+    @property
+    def capturable(self) -> bool:
+        """Whether passes of a `StaticBatch` can be captured."""
+        return self._ops.capturable
+
+    @torch.inference_mode()
+    def reserve(self, rows: int) -> None:
+        """Allocate what a worker that drafts needs for passes with up to `rows` results."""
+        empty = self._states
+        self._states, self._results = (empty.new_zeros((rows, empty.shape[1])) for _ in range(2))
+
+    def state_of(self, final: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+        """Return the states [T, N] of a pass: from those after the final norm, or from inputs of layers."""
+        return self._joint(torch.cat(list(inputs), dim=-1)) if inputs else final
+
+    def store(self, states: Tensor, batch: Batch, cache: KVCache) -> None:
+        """Write the head's keys and values of all tokens of a pass, and its last states [T, N]."""
+        part = _part(cache)
+        x, _ = self._joined(batch.tokens, self._before(states.roll(1, 0), batch, part))
+        self._ops.begin(batch)
+        self._query(x, batch, part)
+        part.states[batch.state_blocks[1]] = states.to(part.states.dtype)
+        wanted = batch.wanted_at
+        if 0 < len(wanted) <= len(self._results):
+            self._results[: len(wanted)] = states[wanted]
+
+    @torch.inference_mode()
+    def keep(self, rows: Tensor, blocks: Tensor, cache: KVCache) -> None:
+        """Make results `rows` of the last pass the states of `blocks`: later tokens were rejected."""
+        states = _part(cache).states
+        states[blocks] = self._results[rows].to(states.dtype)
+
+    @torch.inference_mode()
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows of the last `forward` for the next one."""
+        self._states[: len(rows)] = self._states[rows]
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        """
+        Return the logits [T, V] fp32 of the token after each row of one token.
+
+        The state of a row is that of the block in `batch.state_blocks`, or the result of the same row in the
+        last call where that is -1.
+        """
+        ops, layer, part = self._ops, self._layer, _part(cache)
+        epsilon = self.spec.layer.norm_epsilon
+        x, residual = self._joined(batch.tokens, self._before(self._states[: batch.size], batch, part))
+        ops.begin(batch)
+        x = ops.attention(self._query(x, batch, part), part, 0, batch, layer.window, layer.sinks)
+        if layer.latent is not None:
+            x = layer.latent.expand(x)
+        assert layer.mlp_norm is not None
+        x, residual = ops.add_rms_norm(layer.output(x), residual, layer.mlp_norm, epsilon)
+        residual = residual + self._mlp(x)
+        self._states[: batch.size] = residual
+        logits = self._project(ops.rms_norm(residual, self._norm, epsilon))
+        if self._tokens is None:
+            return logits
+        return logits.new_full((len(logits), self._vocab), -torch.inf).index_copy_(1, self._tokens, logits)
+
+    def _before(self, states: Tensor, batch: Batch, part: HeadCache) -> Tensor:
+        """Return the states [T, N] of the tokens before those of `batch`: `states`, or those of blocks."""
+        read = batch.state_blocks[0]
+        stored = part.states[read.clamp(min=0)].to(self._dtype)
+        before = torch.where((read >= 0)[:, None], stored, states)
+        return torch.where((batch.positions > 0)[:, None], before, 0)
+
+    def _joined(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the input of the layer's attention, and its residual."""
+        norm, layer = self._ops.rms_norm, self.spec.layer
+        embedded = norm(self._embed(tokens), self._embedding_norm, layer.norm_epsilon)
+        normed = norm(states, self._state_norm, layer.norm_epsilon)
+        joined = torch.cat((embedded, normed), dim=-1)
+        if self.spec.kind == "eagle3":
+            return joined, normed if self.spec.normed_residual else states
+        x = self._joint(joined)
+        assert self._layer.attention_norm is not None
+        return norm(x, self._layer.attention_norm, layer.norm_epsilon), x
+
+    def _query(self, x: Tensor, batch: Batch, part: HeadCache) -> Tensor:
+        """Write keys and values of all tokens. Returns their queries [T, H, D]."""
+        layer, rotation = self._layer, self._rotary.at(batch.positions)
+        qkv = layer.qkv(x)
+        if layer.latent is not None:
+            return layer.latent.store(qkv, rotation, part, 0, batch)
+        return self._ops.rope_and_store(qkv, rotation, layer.q_norm, layer.k_norm, part, 0, batch)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        layer = self._layer
+        if layer.gate_up is None or layer.down is None:
+            assert layer.experts is not None
+            return layer.experts(x)
+        dense = layer.down(self._ops.gated(layer.gate_up(x)))
+        return dense if layer.experts is None else dense + layer.experts(x)
+
+
+def _part(cache: KVCache) -> HeadCache:
+    assert cache.head is not None, "the cache was made for a model without a head"
+    return cache.head

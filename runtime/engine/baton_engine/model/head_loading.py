@@ -1,0 +1,198 @@
+"""Finds the draft head of a model, in its checkpoint or in one of the head's own, and loads the latter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton_api.errors import SetupError
+from baton_engine.model import config as configuration
+from baton_engine.model.checkpoint import Checkpoint, read_json
+from baton_engine.model.safetensors import SafetensorsFolder
+from baton_engine.model.weights import HeadWeights, LayerWeights
+from baton_engine.spec import HeadSpec, ModelSpec
+
+INPUTS = 3
+"""Layers of the model whose inputs make a state of EAGLE-3."""
+
+
+def mtp_head(spec: ModelSpec, checkpoint: Checkpoint) -> HeadSpec:
+    """Return the head in the checkpoint of a model of `spec`. Raises SetupError if there is none."""
+    if not spec.draft_layers or checkpoint.is_gguf:
+        why = "is a GGUF file, of which it is not read" if checkpoint.is_gguf else "has none"
+        raise SetupError(
+            f"--speculation mtp needs a layer that predicts a further token, and {checkpoint.name} "
+            f"({spec.architecture}) {why}. Use a checkpoint with num_nextn_predict_layers, such as "
+            "DeepSeek-V3's, or --speculation ngram."
+        )
+    experts = None if spec.experts is None else replace(spec.experts, layers=())
+    return HeadSpec(kind="mtp", layer=_alone(replace(spec, experts=experts)))
+
+
+def is_eagle3(config: Mapping[str, Any]) -> bool:
+    """Return whether a `config.json` is that of an EAGLE-3 head."""
+    names = " ".join(map(str, config.get("architectures") or ())).lower()
+    return "eagle3" in names or "draft_vocab_size" in config
+
+
+def eagle3_head(spec: ModelSpec, checkpoint: Checkpoint) -> HeadSpec:
+    """Return the head in a checkpoint of its own. Raises SetupError if it does not fit a model of `spec`."""
+    if checkpoint.is_gguf:
+        raise SetupError(f"{checkpoint.name} is a GGUF file. An EAGLE-3 head is a folder with safetensors.")
+    path = checkpoint.path / "config.json"
+    config = read_json(path)
+    if not is_eagle3(config):
+        raise SetupError(
+            f"{path} is not that of an EAGLE-3 head: it has neither such an architecture nor "
+            "draft_vocab_size. Use --speculation draft for a smaller model."
+        )
+    names = [str(name).replace("Eagle3", "") for name in config.get("architectures") or ()]
+    layer = configuration.spec_of({**config, "architectures": names}, str(path))
+    if layer.architecture != "LlamaForCausalLM" or layer.layers != 1:
+        raise SetupError(
+            f"{path}: a head of {layer.layers} layers of {layer.architecture} is not supported. Supported: "
+            "one layer of LlamaForCausalLM."
+        )
+    _compare(path.parent.name, "a vocabulary of {} tokens", layer.vocab, spec.vocab)
+    width = int(config.get("target_hidden_size") or layer.hidden)
+    _compare(path.parent.name, "a target of hidden size {}", width, spec.hidden)
+    layer = replace(layer, vocab=int(config.get("draft_vocab_size") or layer.vocab))
+    return HeadSpec(
+        kind="eagle3",
+        layer=_alone(layer),
+        inputs=_inputs(config, spec.layers, str(path)),
+        normed_residual=bool(config.get("norm_before_residual", False)),
+    )
+
+
+def _compare(name: str, what: str, head: int, model: int) -> None:
+    if head != model:
+        raise SetupError(
+            f"The EAGLE-3 head {name} is for {what.format(head)}, and the model has {model}. Use a head that "
+            "was trained for this model."
+        )
+
+
+def _inputs(config: Mapping[str, Any], layers: int, source: str) -> tuple[int, ...]:
+    """Return the layers whose inputs make a state: given, or the EAGLE-3 paper's choice."""
+    given = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    inputs = tuple(int(number) for number in given or (2, layers // 2, layers - 3))
+    ascending = len(inputs) == INPUTS and inputs[0] < inputs[1] < inputs[2]
+    if not ascending or inputs[0] < 0 or inputs[-1] >= layers:
+        raise SetupError(
+            f"{source}: the head needs inputs of layers {list(inputs)}, but the model has layers 0 to "
+            f"{layers - 1}. Three different ones are expected, in ascending order."
+        )
+    return inputs
+
+
+def _alone(layer: ModelSpec) -> ModelSpec:
+    """Return the spec of a head's layer, which has no window but attends to no state of position 0."""
+    if layer.sliding_window is not None or layer.post_norm or layer.residual_scale != 1 or not layer.pre_norm:
+        raise SetupError(f"A draft head with the options of {layer.architecture} is not supported.")
+    return replace(
+        layer,
+        layers=1,
+        sliding_window=layer.context,
+        window_rest=True,
+        unrotated_layers=(),
+        draft_layers=0,
+        draft_head=None,
+    )
+
+
+def load_eagle3(
+    checkpoint: Checkpoint, head: HeadSpec, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> HeadWeights:
+    """Load the weights of a head for a model of `spec`, in `dtype`. Raises SetupError."""
+    source = _Tensors(checkpoint, dtype, device)
+    layer, attention = head.layer, "midlayer.self_attn."
+    n, d, vocab = layer.hidden, layer.head_dim, layer.vocab
+    q, k = layer.heads * d, layer.kv_heads * d
+    rows = {"q_proj": q, "k_proj": k, "v_proj": k}
+
+    def qkv(kind: str, *inputs: int) -> Tensor:
+        return torch.cat(
+            [source.read(f"{attention}{name}.{kind}", count, *inputs) for name, count in rows.items()]
+        )
+
+    def gates(kind: str, *inputs: int) -> Tensor:
+        return torch.cat(
+            [source.read(f"midlayer.mlp.{name}.{kind}", f, *inputs) for name in ("gate_proj", "up_proj")]
+        )
+
+    f = layer.intermediate
+    shared = vocab == spec.vocab and n == spec.hidden
+    has_head = source.has("lm_head.weight") or not shared
+    has_embedding = source.has("embed_tokens.weight") or n != spec.hidden
+    return HeadWeights(
+        joint=source.read("fc.weight", n, INPUTS * spec.hidden),
+        embedding_norm=source.read("midlayer.input_layernorm.weight", n),
+        state_norm=source.read("midlayer.hidden_norm.weight", n),
+        layer=LayerWeights(
+            attention_norm=None,
+            qkv=qkv("weight", 2 * n),
+            qkv_bias=qkv("bias") if layer.qkv_bias else None,
+            q_norm=None,
+            k_norm=None,
+            output=source.read(f"{attention}o_proj.weight", n, q),
+            output_bias=source.read(f"{attention}o_proj.bias", n) if layer.output_bias else None,
+            mlp_norm=source.read("midlayer.post_attention_layernorm.weight", n),
+            gate_up=gates("weight", n),
+            gate_up_bias=gates("bias") if layer.mlp_bias else None,
+            down=source.read("midlayer.mlp.down_proj.weight", n, f),
+            down_bias=source.read("midlayer.mlp.down_proj.bias", n) if layer.mlp_bias else None,
+        ),
+        norm=source.read("norm.weight", n),
+        embedding=source.read("embed_tokens.weight", spec.vocab, n) if has_embedding else None,
+        head=source.read("lm_head.weight", vocab, n) if has_head else None,
+        tokens=source.tokens(vocab, spec.vocab),
+    )
+
+
+class _Tensors:
+    """The tensors of an EAGLE-3 head, by the names of its first release."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+        self._source = SafetensorsFolder(checkpoint.path)
+        self._dtype, self._device = dtype, device
+        self._stored = {
+            name.removeprefix("model.").replace("layers.0.", "midlayer."): name
+            for name in self._source.shapes
+        }
+
+    def has(self, name: str) -> bool:
+        return name in self._stored
+
+    def read(self, name: str, *shape: int) -> Tensor:
+        self._check(name, shape)
+        return self._source.read(self._stored[name]).to(self._device, self._dtype)
+
+    def tokens(self, count: int, vocab: int) -> Tensor | None:
+        """Return the model's tokens [count] of the head's. None: they are equal."""
+        if "d2t" not in self._stored and count == vocab:
+            return None
+        self._check("d2t", (count,))
+        offsets = self._source.read_raw(self._stored["d2t"])
+        tokens = (torch.arange(count) + offsets.to(torch.int64)).to(self._device)
+        if int(tokens.min()) < 0 or int(tokens.max()) >= vocab:
+            raise SetupError(
+                f"{self._source.name}: d2t has tokens {int(tokens.min())} to {int(tokens.max())}, and the "
+                f"model has a vocabulary of {vocab}. The head is for another model, or damaged."
+            )
+        return tokens
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        if name not in self._stored:
+            raise SetupError(
+                f"{self._source.name} has no tensor {name}, which an EAGLE-3 head needs. Download it again."
+            )
+        if (present := self._source.shapes[self._stored[name]]) != shape:
+            raise SetupError(
+                f"{self._source.name}: tensor {name} has shape {list(present)}, but the configurations of "
+                f"head and model require {list(shape)}."
+            )

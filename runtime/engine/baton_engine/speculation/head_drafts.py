@@ -1,0 +1,110 @@
+"""
+Drafts of a draft head, which computes beside the model (`baton_engine.model.draft_head`).
+
+The head's keys, values and states are part of the model's blocks, and each pass of the model writes them. So
+a sequence misses none of them, wherever its blocks were computed. A pass also writes those of draft tokens.
+If some are rejected, the state of the last accepted token is kept. Keys and values are computed again.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from collections.abc import Callable
+
+import numpy as np
+
+from baton_engine.batch import Batch, BatchRow
+from baton_engine.captured_passes import PassModel
+from baton_engine.forward_pass import ScheduledChunk
+from baton_engine.kv.cache import KVCache
+from baton_engine.model.draft_head import DraftHead
+from baton_engine.sampling import sampler
+from baton_engine.scheduling.sequence import Sequence, Stage
+from baton_engine.speculation.acceptance import judge, state_of
+from baton_engine.speculation.costs import PassTimes
+from baton_engine.streams import copied, finish
+
+
+class HeadDrafts:
+    """Computes drafts on the engine's thread."""
+
+    def __init__(
+        self, head: DraftHead, passes: PassModel, cache: KVCache, clock: Callable[[], float]
+    ) -> None:
+        """`passes` computes those of `head`: itself, or captured ones."""
+        self._head = head
+        self._passes = passes
+        self._cache = cache
+        self._clock = clock
+        self.times = PassTimes()
+
+    def acceptance(self, sequence: Sequence) -> float:
+        """Process the result of the last draft. Returns the estimated acceptance of the next one."""
+        state = state_of(sequence)
+        judge(sequence, state)
+        return state.acceptance
+
+    def draft(self, wanted: abc.Sequence[tuple[Sequence, int]]) -> dict[Sequence, tuple[int, ...]]:
+        """
+        Return drafts of at most the wanted numbers of tokens. Their blocks must be reserved.
+
+        Sequences with logits that are not finite are left out.
+        """
+        counts, live = dict(wanted), [sequence for sequence, _ in wanted]
+        drafts: dict[Sequence, list[int]] = {sequence: [] for sequence in live}
+        device = self._cache.kv.device
+        for ahead in range(max(counts.values(), default=0)):
+            rows = [
+                BatchRow(
+                    drafts[sequence][-1:] or sequence.tokens(sequence.length - 1, sequence.length),
+                    sequence.length - 1 + ahead,
+                    sequence.blocks,
+                    1,
+                    table=sequence.table,
+                )
+                for sequence in live
+            ]
+            batch = Batch(rows, self._cache.block_size, device)
+            if ahead:
+                batch.continue_states()
+            began = self._clock()
+            logits = self._passes.forward(batch, self._cache)
+            finish(device)
+            self.times.add(len(rows), self._clock() - began)
+            choices = sampler.sample(logits, [sequence.sampling_state.ahead(ahead) for sequence in live])
+            growing = []
+            for row, (sequence, choice) in enumerate(zip(live, choices, strict=True)):
+                if choice is not None:
+                    drafts[sequence].append(choice.token)
+                    if ahead + 1 < counts[sequence]:
+                        growing.append(row)
+            if not growing:
+                break
+            if len(growing) < len(live):
+                self._head.select(copied(np.array(growing), device))
+                live = [live[row] for row in growing]
+        done = {sequence: tuple(draft) for sequence, draft in drafts.items() if draft}
+        for sequence, draft in done.items():
+            state = state_of(sequence)
+            state.start, state.draft = sequence.length, draft
+        return done
+
+    def settle(self, chunks: abc.Sequence[ScheduledChunk], rows: abc.Sequence[int]) -> None:
+        """
+        Keep the states of the last accepted tokens after a pass with drafts. `rows` as in `PassResult`.
+
+        A sequence whose pending token was not computed keeps a state of a later token. It has no drafts any
+        more, and its next block the keys and values of one token that make later drafts a little worse.
+        """
+        kept, blocks = [], []
+        for chunk, row in zip(chunks, rows, strict=True):
+            sequence = chunk.sequence
+            if chunk.draft and sequence.stage is Stage.RUNNING:
+                accepted = sequence.computed - state_of(sequence).start
+                if 0 <= accepted < len(chunk.draft):
+                    kept.append(row + accepted)
+                    blocks.append(sequence.blocks[(sequence.computed - 1) // self._cache.block_size])
+        if kept:
+            device = self._cache.kv.device
+            places = copied(np.array([kept, blocks]), device)
+            self._head.keep(places[0], places[1], self._cache)

@@ -1,0 +1,152 @@
+"""Tiny models with draft heads: an MTP layer in the checkpoint, or an EAGLE-3 head in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.engine.models import SIZES, VOCAB, make_model
+
+FILE = "model.safetensors"
+
+HEAD_VOCAB = 200
+"""Tokens of the EAGLE-3 head, fewer than the model's."""
+
+
+def make_mtp(folder: Path, variant: str = "deepseek-v3", *, right: bool = False, **overrides: Any) -> Path:
+    """
+    Return a model with an MTP layer of random weights.
+
+    `right`: the model's next token depends on the last one only, and the layer knows the function.
+    """
+    make_model(folder, variant, **overrides)
+    tensors, generator = load_file(folder / FILE), torch.Generator().manual_seed(5)
+    layers = mtp_layer(folder)
+    before, prefix = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    for name in [name for name in tensors if name.startswith(before)]:
+        tensors[prefix + name.removeprefix(before)] = _like(tensors[name], generator)
+    n = tensors["model.norm.weight"].shape[0]
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{prefix}{norm}.weight"] = _around_one(n, generator)
+    tensors[f"{prefix}eh_proj.weight"] = torch.randn(n, 2 * n, generator=generator) * 0.1
+    for name, copied in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+        tensors[f"{prefix}{name}.weight"] = tensors[f"{copied}.weight"].clone()
+    if right:
+        forget_context(tensors)
+        tensors[f"{prefix}enorm.weight"] = torch.ones(n)
+        tensors[f"{prefix}eh_proj.weight"] = torch.cat((torch.eye(n), torch.zeros(n, n)), dim=1)
+        tensors[f"{prefix}shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, folder / FILE, {"format": "pt"})
+    change_config(folder, num_nextn_predict_layers=1)
+    return folder
+
+
+def make_eagle3(folder: Path, model: Path, *, right: bool = False, **config: Any) -> Path:
+    """
+    Return an EAGLE-3 head for `model`, of 7 layers or more, with random weights.
+
+    `right`: both predict the token with the next number. The head does so from the last state, so that only
+    the first token of its drafts is right.
+    """
+    of_model, generator = load_file(model / FILE), torch.Generator().manual_seed(6)
+    n, f, heads, kv_heads = SIZES["hidden_size"], 80, 4, 2
+    d = n // heads
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=generator) * 0.3
+
+    tokens = torch.randperm(VOCAB, generator=generator)[:HEAD_VOCAB].sort().values
+    if right:
+        tokens = torch.arange(VOCAB)
+    t2d = torch.zeros(VOCAB, dtype=torch.bool)
+    t2d[tokens] = True
+    tensors = {
+        "fc.weight": matrix(n, 3 * n),
+        "midlayer.input_layernorm.weight": _around_one(n, generator),
+        "midlayer.hidden_norm.weight": _around_one(n, generator),
+        "midlayer.post_attention_layernorm.weight": _around_one(n, generator),
+        "midlayer.self_attn.q_proj.weight": matrix(heads * d, 2 * n),
+        "midlayer.self_attn.k_proj.weight": matrix(kv_heads * d, 2 * n),
+        "midlayer.self_attn.v_proj.weight": matrix(kv_heads * d, 2 * n),
+        "midlayer.self_attn.o_proj.weight": matrix(n, heads * d),
+        "midlayer.mlp.gate_proj.weight": matrix(f, n),
+        "midlayer.mlp.up_proj.weight": matrix(f, n),
+        "midlayer.mlp.down_proj.weight": matrix(n, f),
+        "norm.weight": _around_one(n, generator),
+        "lm_head.weight": matrix(len(tokens), n),
+        "d2t": tokens - torch.arange(len(tokens)),
+        "t2d": t2d,
+    }
+    if right:
+        count_upwards(of_model)
+        save_file(of_model, model / FILE, {"format": "pt"})
+        forget_context(tensors)
+        tensors["fc.weight"] = torch.cat((torch.eye(n), torch.zeros(n, 2 * n)), dim=1)
+        tensors["norm.weight"] = torch.ones(n)
+        tensors["lm_head.weight"] = of_model["model.embed_tokens.weight"].roll(2, 0)
+    folder.mkdir()
+    save_file(tensors, folder / FILE, {"format": "pt"})
+    settings = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "vocab_size": VOCAB,
+        "draft_vocab_size": len(tokens),
+        "hidden_size": n,
+        "intermediate_size": f,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 5000.0,
+    }
+    (folder / "config.json").write_text(json.dumps(settings | config))
+    return folder
+
+
+def forget_context(tensors: dict[str, Tensor]) -> None:
+    """Remove the results of all attentions and MLPs: a logit then depends on its token only."""
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+
+
+def count_upwards(tensors: dict[str, Tensor]) -> None:
+    """Let a model predict the token with the next number."""
+    forget_context(tensors)
+    embedding = torch.nn.functional.normalize(tensors["model.embed_tokens.weight"], dim=-1) * 8
+    tensors["model.embed_tokens.weight"] = embedding
+    tensors["lm_head.weight"] = embedding.roll(1, 0)
+    tensors["model.norm.weight"] = torch.ones(embedding.shape[1])
+
+
+def drop_config(folder: Path, *names: str) -> None:
+    """Remove entries of `config.json`."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in config.items() if name not in names}))
+
+
+def mtp_layer(folder: Path) -> int:
+    """Return the number of the MTP layer of a model: that after its own."""
+    return int(json.loads((folder / "config.json").read_text())["num_hidden_layers"])
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def _like(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Return random values of the shape, around 1 for norms."""
+    if tensor.dim() == 1:
+        return _around_one(len(tensor), generator)
+    return torch.randn(tensor.shape, generator=generator) * 0.3
+
+
+def _around_one(size: int, generator: torch.Generator) -> Tensor:
+    return 0.5 + torch.rand(size, generator=generator)
