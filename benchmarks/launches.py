@@ -6,14 +6,14 @@ Launches of a decode step, counted: calls of torch that compute, and kernels und
 A step is the input of a pass, the pass, and the selection of tokens. Copies to the device and waits for it
 are counted apart. No device is needed: the same Python code makes the same calls there. A replayed graph is
 one launch. Of two ranks, rank 0 is counted. An operation of the group is a launch, and the gather of logits
-two. Numbers are in float32: a sum of bfloat16 over ranks has two launches more.
+two. Numbers are in float32. Ranks have no adapters.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from baton_engine.graphs import CaptureLimits, with_graphs
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.decoder import Decoder
 from baton_engine.model.group import Group
+from baton_engine.model.lora import LoraWeights, LowRank
 from baton_engine.model.shards import Shard
 from baton_engine.ops import Ops
 from baton_engine.ops.token_weights import GREEDY, TokenRule
@@ -45,6 +46,9 @@ LAYERS = 32
 """Of the model whose whole step is reported."""
 
 WAITS = ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "nonzero")
+RANK = 16
+"""Of adapters."""
+
 EXPERTS = ExpertSpec(count=8, chosen=4, intermediate=32, normalized=True)
 CHANCE = TokenRule(1.0, top_p=0.9, number=0.5)
 
@@ -118,16 +122,53 @@ def counted() -> Iterator[Counter[str]]:
         InterpretedFunction.run = run
 
 
-def rows_of(starts: Sequence[int]) -> list[BatchRow]:
-    """Return rows of one token each, with blocks of their own."""
-    return [BatchRow([5], start, range(1 + 3 * row, 4 + 3 * row), 1) for row, start in enumerate(starts)]
+def adapter(spec: ModelSpec) -> LoraWeights:
+    """Return an adapter of all projections."""
+    hidden, heads, keys = spec.hidden, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    sizes = {
+        "q": (hidden, heads),
+        "k": (hidden, keys),
+        "v": (hidden, keys),
+        "output": (heads, hidden),
+        "gate": (hidden, spec.intermediate),
+        "up": (hidden, spec.intermediate),
+        "down": (spec.intermediate, hidden),
+    }
+    layer = {
+        name: LowRank(torch.zeros(RANK, inputs), torch.zeros(outputs, RANK))
+        for name, (inputs, outputs) in sizes.items()
+    }
+    return LoraWeights(digest="", rank=RANK, layers=(layer,) * spec.layers)
+
+
+class Rows(NamedTuple):
+    """Rows of one token each, with blocks of their own."""
+
+    starts: Sequence[int] = STARTS
+    adapters: int = 0
+    """Number of adapters, which the rows have in turn. 0: rows have none."""
+
+    def batch(self, model: Decoder) -> Batch:
+        chosen = [model.prepare_adapter(adapter(model.spec)) for _ in range(self.adapters)] or [None]
+        rows = [
+            BatchRow([5], start, range(1 + 3 * row, 4 + 3 * row), 1, adapter=chosen[row % len(chosen)])
+            for row, start in enumerate(self.starts)
+        ]
+        return Batch(rows, BLOCK_SIZE, CPU)
+
+    def cache(self, model: Decoder) -> KVCache:
+        return KVCache(model.spec, 4 + 3 * len(self.starts), torch.float32, CPU)
+
+
+FOUR = Rows()
+ONE_ADAPTER, ADAPTERS = Rows(STARTS * 4, adapters=1), Rows(STARTS * 4, adapters=16)
 
 
 class _Backend:
     """Operations of a group whose other ranks have the same values."""
 
-    def _allgather_base(self, output: Tensor, part: Tensor) -> _Backend:
-        torch.cat([part] * (len(output) // len(part)), out=output)
+    def allreduce(self, parts: list[Tensor]) -> _Backend:
+        parts[0].mul_(2)
         return self
 
     def gather(self, outputs: list[list[Tensor]], parts: list[Tensor]) -> _Backend:
@@ -145,24 +186,25 @@ def decoder(make_ops: Callable[[ModelSpec], Ops], spec: ModelSpec, ranks: int = 
         return Decoder(spec, random_weights(spec, torch.float32), make_ops(spec), CPU)
     shard = Shard(0, ranks)
     part, group = shard.spec(spec), Group(shard, spec.vocab, CPU)
-    group.backend = _Backend()
+    group.backend, group.in_order = _Backend(), False  # as on a device
     weights = random_weights(replace(part, vocab=len(shard.part(spec.vocab))), torch.float32)
     return Decoder(part, weights, make_ops(part), CPU, group)
 
 
-def pass_launches(model: Decoder) -> int:
-    """Return the launches of a forward pass of `STARTS`."""
-    spec = model.spec
-    batch, cache = Batch(rows_of(STARTS), BLOCK_SIZE, CPU), KVCache(spec, 16, torch.float32, CPU)
+def pass_launches(model: Decoder, rows: Rows) -> int:
+    """Return the launches of a forward pass of `rows`."""
+    batch, cache = rows.batch(model), rows.cache(model)
     with counted() as counts:
         model.forward(batch, cache)
     return counts.total()
 
 
-def per_layer(make_ops: Callable[[ModelSpec], Ops], ranks: int = 1, **changes: Any) -> tuple[int, int]:
+def per_layer(
+    make_ops: Callable[[ModelSpec], Ops], ranks: int = 1, rows: Rows = FOUR, **changes: Any
+) -> tuple[int, int]:
     """Return the launches of a decode pass per layer, and beside those of layers."""
     specs = [tiny_spec(**changes, layers=count) for count in (2, 3)]
-    two, three = (pass_launches(decoder(make_ops, spec, ranks)) for spec in specs)
+    two, three = (pass_launches(decoder(make_ops, spec, ranks), rows) for spec in specs)
     return three - two, two - 2 * (three - two)
 
 
@@ -183,50 +225,68 @@ class Step(NamedTuple):
         return LAYERS * self.layer + self.beside + self.greedy
 
 
-def _selections(select: Select, vocab: int) -> tuple[int, int]:
+def _selections(select: Select, vocab: int, rows: int) -> tuple[int, int]:
     """Return the launches of a greedy selection, and of one with top-p."""
     totals = []
     for rule in (GREEDY, CHANCE):
-        logits = torch.randn(len(STARTS), vocab)
+        logits = torch.randn(rows, vocab)
         with counted() as counts:
-            select(logits, [rule] * len(STARTS))
+            select(logits, [rule] * rows)
         totals.append(counts.total())
     return totals[0], totals[1]
 
 
 def replayed(
-    name: str, make_ops: Callable[[ModelSpec], Ops], select: Select, ranks: int = 1, **changes: Any
+    name: str,
+    make_ops: Callable[[ModelSpec], Ops],
+    select: Select,
+    ranks: int = 1,
+    rows: Rows = FOUR,
+    **changes: Any,
 ) -> Step:
     """Count the launches of a step whose pass is a captured graph."""
     spec, cuda = tiny_spec(**changes), FakeGraphs()
     model = decoder(make_ops, spec, ranks)
-    cache = on_device(KVCache(model.spec, 16, torch.float32, CPU), cuda)
-    limits = CaptureLimits(len(STARTS), memory=2**30, seconds=3600)
+    cache, count = on_device(rows.cache(model), cuda), len(rows.starts)
+    limits = CaptureLimits(count, 2**30, seconds=3600, adapter_rank=RANK if rows.adapters else 0)
     graphs = with_graphs(model, cache, EngineLimits(max_model_len=64), limits, lambda: 2**30)
-    batch = Batch(rows_of(STARTS), BLOCK_SIZE, CPU)
+    batch = rows.batch(model)
     moves: Counter[str] = Counter()
     with _Moving(moves):
         logits = graphs.forward(batch, cache)
-        select(logits, [GREEDY] * len(STARTS))
+        select(logits, [GREEDY] * count)
     replays = sum(graph.replays for graph in cuda.captured)
-    greedy, chance = _selections(select, spec.vocab)
+    greedy, chance = _selections(select, spec.vocab, count)
     return Step(name, 0, replays, greedy, chance, moves["copy"], moves["wait"])
 
 
 def step(
-    name: str, make_ops: Callable[[ModelSpec], Ops], select: Select, ranks: int = 1, **changes: Any
+    name: str,
+    make_ops: Callable[[ModelSpec], Ops],
+    select: Select,
+    ranks: int = 1,
+    rows: Rows = FOUR,
+    **changes: Any,
 ) -> Step:
     """Count the launches of a step with these operations and this selection of tokens."""
     spec = tiny_spec(**changes)
     moves: Counter[str] = Counter()
     model = decoder(make_ops, spec, ranks)
-    cache = KVCache(model.spec, 16, torch.float32, CPU)
+    batch, cache = rows.batch(model), rows.cache(model)
     with _Moving(moves):
-        logits = model.forward(Batch(rows_of(STARTS), BLOCK_SIZE, CPU), cache)
-        select(logits, [GREEDY] * len(STARTS))
-    layer, beside = per_layer(make_ops, ranks, **changes)
-    greedy, chance = _selections(select, spec.vocab)
+        logits = model.forward(batch, cache)
+        select(logits, [GREEDY] * batch.size)
+    layer, beside = per_layer(make_ops, ranks, rows, **changes)
+    greedy, chance = _selections(select, spec.vocab, batch.size)
     return Step(name, layer, beside, greedy, chance, moves["copy"], moves["wait"])
+
+
+def show(title: str, steps: Iterable[Step]) -> None:
+    columns = "operations", "per layer", "beside layers", "greedy", "top-p", "copies", "waits"
+    print(f"\n{title}:\n")
+    print(f"| {' | '.join(columns)} | step of {LAYERS} layers |\n|{'---|' * (len(columns) + 1)}")
+    for one in steps:
+        print(f"| {' | '.join(map(str, one))} | {one.whole} |")
 
 
 def main() -> None:
@@ -235,20 +295,29 @@ def main() -> None:
     from baton_engine.ops.plain import PlainOps
     from baton_engine.sampling.sampler import select_on_host
 
-    columns = "operations", "per layer", "beside layers", "greedy", "top-p", "copies", "waits"
-    models: tuple[dict[str, Any], ...] = ({}, {"experts": EXPERTS})
-    for changes in models:
-        print(f"\na Llama{f' with {EXPERTS.count} experts, {EXPERTS.chosen} chosen' if changes else ''}:\n")
-        print(f"| {' | '.join(columns)} | step of {LAYERS} layers |\n|{'---|' * (len(columns) + 1)}")
-        with torch.inference_mode():
-            for one in (
+    models: dict[str, dict[str, Any]] = {
+        "a Llama": {},
+        f"a Llama with {EXPERTS.count} experts, {EXPERTS.chosen} chosen": {"experts": EXPERTS},
+    }
+    with torch.inference_mode():
+        for title, changes in models.items():
+            steps = (
                 step("plain", PlainOps, select_on_host, **changes),
                 step("kernels", AcceleratorOps, select, **changes),
                 replayed("kernels in a graph", AcceleratorOps, select, **changes),
                 step("kernels, rank 0 of two", AcceleratorOps, select, ranks=2, **changes),
                 replayed("kernels in a graph, rank 0 of two", AcceleratorOps, select, ranks=2, **changes),
-            ):
-                print(f"| {' | '.join(map(str, one))} | {one.whole} |")
+            )
+            show(title, steps)
+        adapted = (
+            step("plain, one adapter", PlainOps, select_on_host, rows=ONE_ADAPTER),
+            step("plain, 16 adapters", PlainOps, select_on_host, rows=ADAPTERS),
+            step("kernels, one adapter", AcceleratorOps, select, rows=ONE_ADAPTER),
+            step("kernels, 16 adapters", AcceleratorOps, select, rows=ADAPTERS),
+            replayed("kernels in a graph, one adapter", AcceleratorOps, select, rows=ONE_ADAPTER),
+            replayed("kernels in a graph, 16 adapters", AcceleratorOps, select, rows=ADAPTERS),
+        )
+        show(f"a Llama, {len(ADAPTERS.starts)} rows with adapters", adapted)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
-from baton_engine.streams import DeviceStreams
+from baton_engine.streams import DeviceStreams, Waiting
 from tests.engine.fake_model import FakeModel
 
 
@@ -32,6 +32,9 @@ class FakeStream:
     def wait_stream(self, other: FakeStream) -> None:
         position = len(other.queued)
         self.queued.append(lambda: other.run_to(position))
+
+    def synchronize(self) -> None:
+        """It stays late all the same: whatever relies on the work waits for an event of its own."""
 
     def run_to(self, position: int) -> None:
         with self._lock:
@@ -126,7 +129,7 @@ class LateModel(FakeModel):
         return logits
 
 
-def on_device(cache: KVCache, cuda: FakeCuda) -> KVCache:
+def on_device(cache: KVCache, cuda: FakeCuda, waiting: Waiting = contextlib.nullcontext) -> KVCache:
     """Return `cache` with the queues of a fake device."""
-    cache.streams = DeviceStreams(torch.device("cuda", 0), cuda)
+    cache.streams = DeviceStreams(torch.device("cuda", 0), cuda, waiting)
     return cache

@@ -41,7 +41,7 @@ from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.spec import ModelSpec
 from baton_engine.working_memory import working_memory
 from tests.engine.fake_graphs import FakeGraphs, TensorModel
-from tests.engine.fake_streams import on_device
+from tests.engine.fake_streams import FakeStream, on_device
 
 CPU = torch.device("cpu")
 FOREVER_S = 300.0
@@ -55,11 +55,19 @@ class RankKilled(BaseException):
     """Ends the thread of a rank, as a signal its process."""
 
 
+class RankStream(FakeStream):
+    """The engine waits for a pass that does not overlap with another one."""
+
+    def synchronize(self) -> None:
+        self.run_to(len(self.queued))
+
+
 class RankDevice(FakeGraphs):
     """The device of one rank."""
 
     def __init__(self, *, late: bool = False, taken: Callable[[], int] = lambda: 2**30) -> None:
         super().__init__(late=late)
+        self.default = RankStream()
         self.taken = taken
         """Returns the bytes that the rank has."""
         self.aborted = threading.Event()
@@ -82,6 +90,7 @@ class DeviceGroup(Group):
 
     def __init__(self, shard: Shard, vocab: int, cuda: RankDevice) -> None:
         super().__init__(shard, vocab, CPU)
+        self.in_order = False
         self._cuda = cuda
 
     def connect(self, path: Path, timeout_s: float) -> None:
@@ -102,8 +111,8 @@ class DeviceBackend:
         self._gloo = gloo
         self._cuda = cuda
 
-    def _allgather_base(self, output: Tensor, part: Tensor) -> Ended:
-        return self._launch([output], lambda: self._gloo._allgather_base(output, part))
+    def allreduce(self, tensors: list[Tensor]) -> Ended:
+        return self._launch(tensors, lambda: self._gloo.allreduce(tensors))
 
     def gather(self, outputs: list[list[Tensor]], parts: list[Tensor]) -> Ended:
         return self._launch(outputs[0] if outputs else [], lambda: self._gloo.gather(outputs, parts))
@@ -217,7 +226,8 @@ class RankThread:
         size, ranks = self._block_size, start.size
         cache = KVCache(part.spec, allocate.blocks, torch.float32, CPU, size, start.rank, ranks)
         channel.send(Allocated())
-        passes = CapturedPasses(part, on_device(cache, cuda), start.context, cuda.taken)
+        on_device(cache, cuda)
+        passes = CapturedPasses(part, cache, start.context, cuda.taken, share=group.broadcast)
         rank = Rank(part, group, cache, passes, channel.send)
         while True:
             rank.obey(channel.receive())
@@ -271,7 +281,7 @@ def rank_threads(
         group.end()
         ranks.close()
         raise
-    on_device(cache, own)
+    on_device(cache, own, ranks.waiting)
     return model
 
 

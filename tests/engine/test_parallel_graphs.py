@@ -7,7 +7,7 @@ import itertools
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import numpy as np
@@ -20,17 +20,21 @@ from baton_engine.batch import Batch, BatchRow
 from baton_engine.graphs import CaptureLimits, GraphModel, with_graphs
 from baton_engine.kv.cache import KVCache, MemoryBudget
 from baton_engine.model.decoder import Model
-from baton_engine.model.group import Group
+from baton_engine.model.group import Group, RankFailed
 from baton_engine.model.shards import Shard
 from baton_engine.parallel.messages import ReplayPass
 from baton_engine.parallel.ranks import ParallelModel, PassWatch
-from baton_engine.requests import FinishReason
+from baton_engine.requests import FinishReason, Request
 from baton_engine.scheduling.limits import EngineLimits
+from baton_engine.settings import WorkerSettings
+from baton_engine.worker import _limits
 from tests.engine.fake_graphs import TensorModel
 from tests.engine.fake_model import SPEC
+from tests.engine.fake_streams import FakeCuda
 from tests.engine.greedy import CPU
 from tests.engine.rank_threads import FOREVER_S, PartModel, RankDevice, RankKilled, rank_threads
 from tests.engine.serving import Serving, request_of
+from tests.engine.test_pass_pipeline import Overlapping
 
 ENGINE = EngineLimits(max_model_len=64, max_running=16)
 LIMITS = CaptureLimits(rows=8, memory=2**30, seconds=60)
@@ -58,7 +62,9 @@ class ParallelServing(Serving):
         timeout_s: float = FOREVER_S,
         **how: Any,
     ) -> None:
-        self.devices = [RankDevice(late=True), other or RankDevice()]
+        # With overlap, rank 0's calls run at once: a late replay would find the input of the next pass.
+        late = not how.get("overlap", False)
+        self.devices = [RankDevice(late=late), other or RankDevice()]
 
         def wrap(_: Model, cache: KVCache) -> Model:
             devices = self.devices
@@ -84,10 +90,11 @@ class ParallelServing(Serving):
         ]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_parallel_graphs_give_the_same_tokens(count: int) -> None:
+def test_parallel_graphs_give_the_same_tokens(count: int, overlap: bool) -> None:
     """Requests of other lengths end at other steps, so batches of many sizes are replayed."""
-    with ParallelServing() as serving:
+    with ParallelServing(overlap=overlap) as serving:
         requests = [
             request_of(f"r{number}", 3 + 2 * number, seed=number, max_tokens=4 + 3 * (number % 4))
             for number in range(count)
@@ -110,6 +117,67 @@ def test_parallel_graphs_replay_passes_with_drafts() -> None:
         own, other = serving.replays
         assert own == other
         assert sum(own.values()) == serving.graphs.replays < 20
+
+
+def mixed_requests() -> list[Request]:
+    """12 requests, more than rows of a captured pass: greedy, sampled, penalized and with a token mask."""
+    how: tuple[dict[str, Any], ...] = (
+        {},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"allowed_ids": tuple(range(0, 97, 3))},
+        {"frequency_penalty": 0.7, "stop_ids": tuple(range(0, 97, 7)), "min_tokens": 2},
+    )
+    return [
+        request_of(f"r{number}", 6, seed=number, max_tokens=8 + 4 * number, **how[number % 4])
+        for number in range(12)
+    ]
+
+
+def test_parallel_passes_are_launched_ahead_as_those_of_one_rank() -> None:
+    """The other ranks get the tokens that rank 0's host has not read. It waits once for each pass."""
+    requests = mixed_requests()
+
+    def run(serving: Serving, device: FakeCuda) -> tuple[list[list[int]], int, int, int]:
+        serving.submit(*requests)  # all are there before the first step
+        with serving:
+            answers = [serving.tokens(request.id) for request in requests]
+            passes = serving.at_rest().forward_times.count
+            return answers, passes, serving.engine._pipeline.ahead, device.counts["synchronize"]
+
+    alone = Overlapping(graphs=True, blocks=200)
+    expected = run(alone, alone.cuda)
+    ranks = ParallelServing(overlap=True, blocks=200)
+    assert run(ranks, ranks.devices[0]) == expected
+    answers, passes, ahead, waits = expected
+    assert answers[::4] == [ranks.reference(request) for request in requests[::4]]
+    assert passes == waits > ahead > passes - 6
+    own, other = ranks.replays
+    assert own == other
+    assert 0 < sum(own.values()) < passes - 1, "some passes have more rows than captured ones"
+
+
+@pytest.mark.parametrize("device", [CPU, torch.device("cuda", 0)])
+def test_workers_launch_passes_ahead_on_gpus_only(device: torch.device) -> None:
+    model = connected(RankDevice(), RankDevice())
+    with contextlib.closing(model.ranks):
+        loaded: Any = SimpleNamespace(model=model, spec=SPEC, encoder=None)
+        assert _limits(WorkerSettings(model="m"), loaded, device).overlap is (device != CPU)
+        assert not _limits(WorkerSettings(model="m", overlap=False), loaded, device).overlap
+
+
+@pytest.mark.parametrize("finish", [False, True], ids=["event", "stream"])
+def test_wait_for_a_pass_ends_if_a_rank_hangs(finish: bool) -> None:
+    own = RankDevice()
+    cache = KVCache(SPEC, 20, torch.float32, CPU, block_size=4, ranks=2)
+    model = rank_threads([own, RankDevice()], SumModel, SPEC, cache, context=64, timeout_s=0.1)
+    with contextlib.closing(model.ranks):
+
+        def hang() -> None:
+            own.aborted.wait(FOREVER_S)
+
+        own.default.queued.append(hang)
+        with pytest.raises(RankFailed, match=r"a rank did not answer within 0.1 s"):
+            cache.streams.finish() if finish else cache.streams.record().wait()
 
 
 def test_parallel_batches_that_do_not_fit_are_computed_plainly() -> None:
@@ -291,6 +359,23 @@ def test_watch_notices_a_wait_beyond_its_limit(late: threading.Event) -> None:
     watch = PassWatch(0.04, late.set, clock=lambda: now[0])
     with watch.limit():
         now[0] += 1
+        assert late.wait(FOREVER_S)
+    watch.close()
+
+
+def test_watch_notices_the_longest_of_several_waits(late: threading.Event) -> None:
+    now = [0.0]
+    watch = PassWatch(0.04, late.set, clock=lambda: now[0])
+
+    def wait_shortly() -> None:
+        with watch.limit():
+            pass
+
+    with watch.limit():
+        now[0] += 1
+        other = threading.Thread(target=wait_shortly)
+        other.start()
+        other.join()
         assert late.wait(FOREVER_S)
     watch.close()
 

@@ -80,10 +80,12 @@ class CapturedPasses:
         max_model_len: int,
         taken: Callable[[], int],
         adapter_rank: int = 0,
+        share: Callable[[Tensor], object] = lambda tokens: tokens,
     ) -> None:
         """
         `taken` returns the bytes of the device that this process has. `adapter_rank`: that of `StaticBatch`.
 
+        With several ranks, `share` gives rank 0's token ids to all of them, at the beginning of a pass.
         A device of which a pass is captured has `DeviceStreams`.
         """
         self._model = model
@@ -91,6 +93,7 @@ class CapturedPasses:
         self._max_model_len = max_model_len
         self._taken = taken
         self._adapter_rank = adapter_rank
+        self._share = share
         self._before = taken()
         self._passes: dict[int, CapturedPass] = {}
         self._logits: Tensor | None = None
@@ -115,6 +118,7 @@ class CapturedPasses:
         )
 
         def run() -> Tensor:
+            self._share(batch.tokens)
             logits = model.forward(batch, cache)  # without tokens, nothing is stored
             if self._logits is None or len(self._logits) < rows:  # at the first run, which is not recorded
                 self._logits = torch.empty_like(logits)

@@ -49,7 +49,6 @@ from baton_engine.scheduling.sequence import Sequence, Stage
 from baton_engine.speculation.draft_model import DraftModel
 from baton_engine.speculation.head_drafts import HeadDrafts
 from baton_engine.speculation.speculator import DraftSource, Speculator
-from baton_engine.streams import finish
 from baton_engine.tiers.tier import EngineTier, TierPrefix, Tiers
 
 __all__ = ["Engine", "EngineLimits"]
@@ -151,9 +150,8 @@ class Engine:
         self._mask_filler = MaskFiller(model.spec.vocab)
         self._results = PassResults(self._scheduler, self._lifecycle, cache, clock)
         depth = int(limits.overlap and drafts is None)  # drafts need the last tokens before a pass
-        synchronize = partial(finish, cache.kv.device)
         self._pipeline = PassPipeline(
-            model, cache, self._scheduler, self._mask_filler, clock, synchronize, depth
+            model, cache, self._scheduler, self._mask_filler, clock, cache.streams.finish, depth
         )
         self._in_flight: LaunchedPass | None = None
         """The pass that the next step reads; always None with a depth of 0."""

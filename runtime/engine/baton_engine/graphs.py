@@ -216,4 +216,5 @@ def _capture(
 def _passes_of(model: Model, cache: KVCache, max_model_len: int, taken: Callable[[], int]) -> Passes:
     if not isinstance(model, ParallelModel):
         return CapturedPasses(model, cache, max_model_len, taken)
-    return ParallelPasses(model.ranks, CapturedPasses(model.part, cache, max_model_len, taken), cache)
+    rank0 = CapturedPasses(model.part, cache, max_model_len, taken, share=model.group.broadcast)
+    return ParallelPasses(model.ranks, rank0)

@@ -42,6 +42,10 @@ class Streams(Protocol):
         """Return an event behind all work that the calling thread has queued on its current stream."""
         ...
 
+    def finish(self) -> None:
+        """Block the thread until all work on its current stream has ended. Raises the device's error."""
+        ...
+
     def side_stream(self) -> AbstractContextManager[object]:
         """
         Return a context whose work has a queue of its own, so that it need not wait for passes of the model.
@@ -70,29 +74,39 @@ class HostStreams:
     def record(self) -> Event:
         return HostEvent()
 
+    def finish(self) -> None:
+        return
+
     def side_stream(self) -> AbstractContextManager[object]:
         return nullcontext()
+
+
+Waiting = Callable[[], AbstractContextManager[object]]
+"""Returns a context in which a thread waits for a device. It may limit the wait, and raise at its end."""
 
 
 class DeviceEvent:
     """An event of CUDA or ROCm."""
 
-    def __init__(self, event: Any) -> None:
+    def __init__(self, event: Any, waiting: Waiting = nullcontext) -> None:
         self._event = event
+        self._waiting = waiting
 
     def done(self) -> bool:
         return bool(self._event.query())
 
     def wait(self) -> None:
-        self._event.synchronize()
+        with self._waiting():
+            self._event.synchronize()
 
 
 class DeviceStreams:
     """A GPU. torch has CUDA and ROCm under the same names."""
 
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda, waiting: Waiting = nullcontext) -> None:
         self._device = device
         self._cuda = cuda
+        self._waiting = waiting
         self._users = threading.local()
         """Whether the thread has a context of the device."""
         self._side_stream: Any = None
@@ -111,7 +125,11 @@ class DeviceStreams:
     def record(self) -> Event:
         event = self._cuda.Event(blocking=True)  # the waiting thread sleeps, and leaves its core to others
         event.record(self._cuda.current_stream(self._device))
-        return DeviceEvent(event)
+        return DeviceEvent(event, self._waiting)
+
+    def finish(self) -> None:
+        with self._waiting():
+            self._cuda.current_stream(self._device).synchronize()
 
     def side_stream(self) -> AbstractContextManager[object]:
         if self._side_stream is None:
@@ -143,9 +161,9 @@ class DeviceStreams:
         return graph.replay, result
 
 
-def streams_of(device: torch.device) -> Streams:
+def streams_of(device: torch.device, waiting: Waiting = nullcontext) -> Streams:
     """Return the queues of `device`."""
-    return HostStreams() if device.type == "cpu" else DeviceStreams(device)
+    return HostStreams() if device.type == "cpu" else DeviceStreams(device, waiting=waiting)
 
 
 def staged(values: NDArray[Any], device: torch.device) -> Tensor:

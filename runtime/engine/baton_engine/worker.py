@@ -584,7 +584,7 @@ def _limits(settings: WorkerSettings, loaded: _LoadedModel, device: torch.device
         local_prefill_tokens=settings.local_prefill_tokens,
         quarantine_limit=settings.quarantine_limit,
         speculation_tokens=speculation_tokens(settings, exact_rows),
-        overlap=settings.overlap and isinstance(loaded.model, Decoder) and not on_cpu,
+        overlap=settings.overlap and isinstance(loaded.model, Decoder | ParallelModel) and not on_cpu,
     )
     sizes = limits.chunk_tokens, limits.max_running, limits.max_model_len
     log.info("chunked_prefill_size=%d, max_running_requests=%d, context_len=%d", *sizes)

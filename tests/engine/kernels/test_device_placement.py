@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch import distributed as dist
 
 from baton_api.sampling import SamplingParams
 from baton_engine.batch import Batch, BatchRow, StaticBatch
@@ -22,8 +25,10 @@ from baton_engine.kv.cache import BLOCK_SIZE, FLOAT8_CACHE, KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
 from baton_engine.model.encoder import Encoder, EncoderWeights, encoder_spec
+from baton_engine.model.group import Group
 from baton_engine.model.lora import LoraWeights, LowRank
 from baton_engine.model.progress import SILENT
+from baton_engine.model.shards import Shard
 from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.kernels.quantized import QuantizedLinear
 from baton_engine.ops.kernels.sampling import select_on_device
@@ -126,6 +131,60 @@ def test_matrices_are_converted_on_the_device(choice: Any, device: FakeDevice, t
     for matrix in matrices:
         assert isinstance(matrix, Quantized)
         assert [part.rows.device for part in matrix.parts] == [GPU] * len(matrix.parts)
+
+
+class Operations:
+    """`ProcessGroupNCCL`: notes the operations."""
+
+    class Options:
+        pass
+
+    def __init__(self, *_: Any) -> None:
+        self.seen: list[tuple[str, Tensor]] = []
+
+    def allreduce(self, tensors: list[Tensor]) -> Operations:
+        return self._note("allreduce", tensors[0])
+
+    def broadcast(self, tensors: list[Tensor]) -> Operations:
+        return self._note("broadcast", tensors[0])
+
+    def gather(self, outputs: list[list[Tensor]], parts: list[Tensor]) -> Operations:
+        return self._note("gather", parts[0])
+
+    def wait(self) -> None:
+        return
+
+    def _note(self, name: str, tensor: Tensor) -> Operations:
+        assert tensor.is_contiguous()
+        self.seen.append((name, tensor))
+        return self
+
+
+def test_ranks_sum_in_place_by_operations_that_nccl_knows(
+    device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured pass has no kind of operation for which NCCL would have to connect, nor copies of parts."""
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Operations, raising=False)
+    spec = tiny_spec()
+    shard, group = Shard(0, 2), Group(Shard(0, 2), spec.vocab, GPU)
+    group.connect(tmp_path / "store", 1.0)
+    connected = {name for name, _ in group.backend.seen}
+    part = shard.spec(spec)
+    weights = random_weights(replace(part, vocab=len(shard.part(spec.vocab))), BF16)
+    model = Decoder(part, weights, AcceleratorOps(part), GPU, group, BF16)
+    group.backend.seen.clear()
+    device.waits.clear()
+    static = StaticBatch(3, 64, 4096, BLOCK_SIZE, GPU)
+    group.broadcast(static.tokens)
+    model.forward(static, KVCache(part, 32, BF16, GPU))
+    names = [name for name, _ in group.backend.seen]
+    assert names == ["broadcast", *["allreduce"] * (1 + 2 * spec.layers), "gather"]
+    assert set(names) == connected
+    assert {tensor.dtype for name, tensor in group.backend.seen if name == "allreduce"} == {BF16}
+    assert device.waits == []
+    given = torch.zeros((3, 8), dtype=BF16, device=GPU)
+    assert group.sum(given) is given
+    assert group.sum(given.T).shape == (8, 3)
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # the table has addresses

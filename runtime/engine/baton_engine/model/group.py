@@ -1,8 +1,10 @@
 """
 Collective operations of a worker's ranks, over gloo on CPUs and NCCL on GPUs.
 
-A sum gathers the parts of all ranks and adds them in the order of the ranks, in fp32. An all-reduce would add
-in an order that depends on the position in the buffer, so a token's result could depend on its batch.
+On CPUs, a sum gathers the parts of all ranks and adds them in the order of the ranks, in fp32. An all-reduce
+adds in an order that depends on the position in the buffer, so a token's result could depend on its batch. On
+GPUs it depends on the batch anyway, by the libraries' matrix products. So NCCL adds there, in the dtype and
+the memory of the parts: one launch.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ class Group:
         self.shard = shard
         self._device = device
         self._ranges = [Shard(rank, shard.size).part(vocab) for rank in range(shard.size)]
+        self.in_order = device.type == "cpu"
+        """Whether sums have the order of the ranks."""
         self.backend: Any = None
         """A `ProcessGroupGloo` or `ProcessGroupNCCL`, whose stubs lack methods. None: not connected."""
 
@@ -52,6 +56,7 @@ class Group:
             self.backend = dist.ProcessGroupNCCL(store, rank, size, nccl)
             # NCCL connects at the first operation of a kind, with memory that is not of a captured pass.
             self.meet()
+            self.broadcast(torch.zeros(1, device=self._device))
             self.joined(torch.zeros((1, len(self._ranges[rank])), device=self._device))
             return
         kind: Any = dist.ProcessGroupGloo
@@ -61,7 +66,16 @@ class Group:
         self.backend = kind(store, rank, size, gloo)
 
     def sum(self, part: Tensor) -> Tensor:
-        """Return the sum of all ranks' parts, the same bits in each rank, in their dtype."""
+        """
+        Return the sum of all ranks' parts in their dtype. May overwrite `part`.
+
+        The bits are the same in each rank, because an all-reduce copies each result to all of them. So the
+        routers of all ranks choose the same experts.
+        """
+        if not self.in_order:
+            part = part.contiguous()
+            self._connected.allreduce([part]).wait()
+            return part
         gathered = part.new_empty((self.shard.size * len(part), *part.shape[1:]))
         self._connected._allgather_base(gathered, part.contiguous()).wait()
         parts = gathered.chunk(self.shard.size)

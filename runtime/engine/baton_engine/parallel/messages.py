@@ -95,10 +95,13 @@ class Forward(RankMessage, frozen=True):
 
     rows: list[PassRow]
     hidden: bool = False
+    fed: bool = False
+    """Whether rank 0 broadcasts the token ids first, which its host does not know."""
 
     @classmethod
     def of(cls, batch: Batch, *, hidden: bool = False) -> Forward:
-        return cls(rows=[_row(row, batch.block_size) for row in batch.rows], hidden=hidden)
+        rows = [_row(row, batch.block_size) for row in batch.rows]
+        return cls(rows=rows, hidden=hidden, fed=batch.fed is not None)
 
     def batch_rows(self) -> list[BatchRow]:
         rows = []
@@ -127,7 +130,11 @@ class DropPass(RankMessage, frozen=True):
 
 
 class ReplayPass(RankMessage, frozen=True):
-    """Compute a batch with a captured pass. Arrays are in this machine's byte order."""
+    """
+    Compute a batch with a captured pass, in which rank 0 broadcasts the token ids.
+
+    Arrays are in this machine's byte order.
+    """
 
     captured: int
     """Rows of the captured pass."""

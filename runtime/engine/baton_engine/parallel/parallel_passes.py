@@ -12,7 +12,6 @@ from torch import Tensor
 from baton_api.errors import SetupError
 from baton_engine.batch import Batch
 from baton_engine.captured_passes import CapturedPasses
-from baton_engine.kv.cache import KVCache
 from baton_engine.parallel.messages import CapturePass, DropPass, PassCaptured, ReplayPass
 from baton_engine.parallel.ranks import Ranks
 
@@ -24,11 +23,10 @@ class CaptureFailed(Exception):
 class ParallelPasses:
     """Implementation of `captured_passes.Passes`, on rank 0."""
 
-    def __init__(self, ranks: Ranks, rank0: CapturedPasses, cache: KVCache) -> None:
-        """`rank0` are the passes of rank 0, and `cache` is its part."""
+    def __init__(self, ranks: Ranks, rank0: CapturedPasses) -> None:
+        """`rank0` are the passes of rank 0, which begin with its token ids for all ranks."""
         self._ranks = ranks
         self._rank0 = rank0
-        self._cache = cache
         self._others_used = 0
 
     @property
@@ -57,8 +55,7 @@ class ParallelPasses:
         return self._rank0.fits(rows, batch)
 
     def replay(self, rows: int, batch: Batch) -> Tensor:
-        message = ReplayPass.of(rows, batch)
-        return self._ranks.compute(message, lambda: self._rank0.replay(rows, batch), self._cache.streams)
+        return self._ranks.launch(ReplayPass.of(rows, batch), lambda: self._rank0.replay(rows, batch))
 
     def clear(self) -> None:
         """The graphs of other ranks end with their processes."""

@@ -124,7 +124,8 @@ def _serve(channel: Channel, inbox: queue.SimpleQueue[AnyMessage]) -> None:
     dtype = getattr(torch, request.dtype)
     cache = KVCache(model.spec, request.blocks, dtype, device, rank=start.rank, ranks=start.size)
     channel.send(Allocated())
-    passes = CapturedPasses(model, cache, start.context, partial(taken_bytes, device))
+    taken = partial(taken_bytes, device)
+    passes = CapturedPasses(model, cache, start.context, taken, share=group.broadcast)
     rank = Rank(model, group, cache, passes, channel.send)
     while True:
         rank.obey(inbox.get())
@@ -179,6 +180,9 @@ class Rank:
                 self._passes.replay_values(message.captured, *message.arrays())
             case Forward():
                 batch = Batch(message.batch_rows(), cache.block_size, device)
+                if message.fed:
+                    ids = torch.empty(batch.size, dtype=torch.int64, device=device)
+                    batch.feed(self._group.broadcast(ids))
                 if message.hidden:
                     model.hidden_states(batch, cache)
                 else:

@@ -66,7 +66,7 @@ from baton_engine.parallel.messages import (
 )
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.spec import ModelSpec
-from baton_engine.streams import Streams, streams_of
+from baton_engine.streams import streams_of
 from baton_engine.transfer import Pulled
 
 log = logging.getLogger(__name__)
@@ -89,20 +89,24 @@ class PassWatch:
         self._seconds = seconds
         self._on_late = on_late
         self._clock = clock
-        self._since: float | None = None
-        """Begin of the wait. None: nothing waits."""
+        self._since: dict[int, float] = {}
+        """Begin of each wait, by its thread."""
+        self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pass-watch", daemon=True)
         self._thread.start()
 
     @contextmanager
     def limit(self) -> Iterator[None]:
-        """Return a context that waits for the device. One thread waits at a time."""
-        self._since = self._clock()
+        """Return a context in which a thread waits for the device."""
+        thread = threading.get_ident()
+        with self._lock:
+            self._since[thread] = self._clock()
         try:
             yield
         finally:
-            self._since = None
+            with self._lock:
+                del self._since[thread]
 
     def close(self) -> None:
         """End the thread. `on_late` may call it."""
@@ -112,7 +116,8 @@ class PassWatch:
 
     def _run(self) -> None:
         while not self._closed.wait(self._seconds / LOOKS):
-            since = self._since
+            with self._lock:
+                since = min(self._since.values(), default=None)
             if since is not None and self._clock() - since > self._seconds:
                 self._on_late()
                 return
@@ -241,22 +246,32 @@ class Ranks:
         if self._failed.is_set():
             on_failure(self._failure)
 
-    def compute(self, message: AnyPass, compute_part: Callable[[], Tensor], streams: Streams) -> Tensor:
+    def launch(self, message: AnyPass, launch_part: Callable[[], Tensor]) -> Tensor:
         """
-        Send `message` to all other ranks, and compute rank 0's part on `streams`. Raises RankFailed.
+        Send `message` to all other ranks, and launch rank 0's part. Raises RankFailed.
 
-        Returns when the device has the result. Rank 0's last operation is with all ranks.
+        The result counts only once an event behind it has been waited for in `waiting`. Rank 0's last
+        operation is with all ranks.
         """
-        try:
+        with self._failing():
             self.post(message)
-            result, ended = compute_part(), streams.record()
+            return launch_part()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Return a context in which a thread waits for rank 0's device. Raises RankFailed."""
+        with self._failing():
             with self._pass_watch.limit():
-                ended.wait()
+                yield
             if self._failed.is_set():
                 raise RuntimeError("operations on the device were aborted")
-            return result
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """After an error the ranks are at different operations, so no later pass can be computed."""
+        try:
+            yield
         except Exception as error:
-            # After an error the ranks are at different operations, so no later pass could be computed.
             self._failed.wait(REASON_S)
             self._fail(f"a rank did not answer within {self._timeout_s:g} s, or rank 0 failed: {error}")
             raise RankFailed(f"Tensor parallelism failed: {self._failure}") from error
@@ -402,22 +417,33 @@ class ParallelModel:
         self.spec = spec
         self.part = part
         self.ranks = ranks
-        self._group = group
+        self.group = group
         self._loaded = loaded
         self._connected: list[Connected] = []
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        return self.ranks.compute(Forward.of(batch), lambda: self.part.forward(batch, cache), cache.streams)
+        def part() -> Tensor:
+            if batch.fed is not None:
+                self.group.broadcast(batch.fed)
+            return self.part.forward(batch, cache)
+
+        return self.ranks.launch(Forward.of(batch), part)
 
     def hidden_states(self, batch: Batch, cache: KVCache) -> Tensor:
         message = Forward.of(batch, hidden=True)
-        return self.ranks.compute(message, lambda: self.part.hidden_states(batch, cache), cache.streams)
+        return self._computed(message, lambda: self.part.hidden_states(batch, cache))
 
     def project(self, states: Tensor) -> Tensor:
         def part() -> Tensor:
-            return self.part.project(self._group.broadcast(states.contiguous()))
+            return self.part.project(self.group.broadcast(states.contiguous()))
 
-        return self.ranks.compute(Project(states=len(states)), part, streams_of(states.device))
+        return self._computed(Project(states=len(states)), part)
+
+    def _computed(self, message: AnyPass, launch_part: Callable[[], Tensor]) -> Tensor:
+        """Return a result that the host reads next, when the device has it."""
+        result = self.ranks.launch(message, launch_part)
+        streams_of(result.device, self.ranks.waiting).record().wait()
+        return result
 
     def interrupt(self) -> None:
         pass  # all ranks would have to end at the same place
@@ -428,7 +454,8 @@ class ParallelModel:
 
     def open_cache(self, blocks: int, dtype: torch.dtype, device: torch.device) -> KVCache:
         """Allocate the KV cache of all ranks. Returns rank 0's. Raises SetupError."""
-        cache = KVCache(self.part.spec, blocks, dtype, device, ranks=self._group.shard.size)
+        cache = KVCache(self.part.spec, blocks, dtype, device, ranks=self.group.shard.size)
+        cache.streams = streams_of(device, self.ranks.waiting)
         self.ranks.allocate(blocks, dtype)
         return cache
 
@@ -440,7 +467,7 @@ class ParallelModel:
         Raises SetupError.
         """
         message = Connect(limits=limits, dtype=_name(dtype))
-        self._connected = self.ranks.connect(message, self._group, measure)
+        self._connected = self.ranks.connect(message, self.group, measure)
 
     @property
     def working(self) -> int:
