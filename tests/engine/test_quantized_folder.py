@@ -18,7 +18,7 @@ from baton_engine.batch import Batch
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
 from baton_engine.model.schemes import scheme_of
-from baton_engine.quantized import Quantized
+from baton_engine.quantized import Format, Quantized
 from tests.engine.models import make_model
 from tests.engine.test_cpu_ops import CPU, ROWS, filled_cache, rows_of
 from tests.engine.test_quantized import ROUNDING, RoundingOps, distance, native_model
@@ -215,6 +215,50 @@ def test_quantized_experts_have_the_checkpoints_numbers(tmp_path: Path, variant:
             assert isinstance(ours, Tensor)
             expected = torch.stack(theirs) if isinstance(theirs, list) else theirs
             torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-7)
+
+
+TOKENS = {"type": "float", "num_bits": 8, "dynamic": True, "strategy": "token"}
+
+
+def with_activations(given: dict[str, Any] | None, **weights: Any) -> dict[str, Any]:
+    config = compressed("float-quantized", "float", 8, **weights)
+    config["config_groups"]["group_0"]["input_activations"] = given
+    return config
+
+
+DECLARATIONS: dict[str, tuple[dict[str, Any], bool]] = {
+    "fp8, dynamic": ({"quant_method": "fp8", "activation_scheme": "dynamic"}, True),
+    "fp8 in blocks, dynamic": (
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+        True,
+    ),
+    "fp8, static": ({"quant_method": "fp8", "activation_scheme": "static"}, False),
+    "fp8, not said": ({"quant_method": "fp8"}, False),
+    "compressed-tensors, by token": (with_activations(TOKENS), True),
+    "compressed-tensors, by group": (
+        with_activations(
+            TOKENS | {"strategy": "group", "group_size": 128}, strategy="block", block_structure=[128, 128]
+        ),
+        True,
+    ),
+    "compressed-tensors, static": (with_activations(TOKENS | {"dynamic": False}, strategy="tensor"), False),
+    "compressed-tensors, not at all": (with_activations(None), False),
+    "compressed-tensors, to integers": (with_activations(TOKENS | {"type": "int"}), False),
+}
+
+
+@pytest.mark.parametrize("name", DECLARATIONS)
+def test_declared_rounding_of_inputs_is_kept_with_the_matrices(name: str, tmp_path: Path) -> None:
+    config, expected = DECLARATIONS[name]
+    quantized_folder(tmp_path, config, lambda o, i: fp8(o, i, 128 if "block" in str(config) else 0))
+    checkpoint = Checkpoint(tmp_path, "declared")
+    weights = load_weights(
+        checkpoint, load_spec(checkpoint), torch.float32, quantize="keep", formats=frozenset(Format)
+    )
+    for layer in weights.layers:
+        for matrix in (layer.qkv, layer.down):
+            assert isinstance(matrix, Quantized)
+            assert {part.rounds_inputs for part in matrix.parts} == {expected}
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

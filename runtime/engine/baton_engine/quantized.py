@@ -3,7 +3,8 @@ Matrices in quantized formats, which the kernels keep instead of expanding them.
 
 Most formats are GGUF's. The native kernels of CPUs (`ops/native/quantized.h`) round activations to 8 bits
 with one scale per 32 inputs, as llama.cpp does. So results differ from those of expanded weights within that
-rounding. The kernels of accelerators (`ops/kernels/quantized.py`) do not round activations.
+rounding. The kernels of accelerators (`ops/kernels/quantized.py`) round activations to FP8 where a checkpoint
+declares it, in passes of many rows.
 """
 
 from __future__ import annotations
@@ -271,6 +272,8 @@ class QuantizedPart:
     """[outputs, bytes per row] uint8, the blocks of each row as GGUF stores them."""
     group: int = 0
     """FP8: inputs that share a scale. Other formats have their own."""
+    rounds_inputs: bool = False
+    """FP8: whether the checkpoint declares that what it is multiplied with is rounded to FP8 as well."""
 
 
 @dataclass(frozen=True, slots=True)

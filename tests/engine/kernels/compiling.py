@@ -27,7 +27,7 @@ from baton_engine.batch import Batch, BatchRow, StaticBatch
 from baton_engine.kv.cache import FLOAT8_CACHE, KVCache
 from baton_engine.ops import LowRankLinear, LowRankOutputs
 from baton_engine.ops.accelerator import AcceleratorOps
-from baton_engine.ops.kernels import quantized, sampling
+from baton_engine.ops.kernels import quantized, sampling, scaled
 from baton_engine.ops.kernels.checksums import mixed_sums
 from baton_engine.ops.kernels.quantized import QuantizedLinear
 from baton_engine.ops.token_weights import TokenRule
@@ -83,7 +83,7 @@ MODELS: dict[str, dict[str, Any]] = {
 WHOLE = ("sm_90", "gfx942")
 """Targets for which everything is compiled: one of each maker."""
 
-SAMPLE = ("gemma 2", "gpt-oss", "llama, large tiles", "FP8", "Q4_K", "one row")
+SAMPLE = ("gemma 2", "gpt-oss", "llama, large tiles", "FP8", "Q4_K", "one row", "rounded inputs")
 """What is compiled for all targets: the largest heads and tiles, and each kind of arithmetic."""
 
 OTHER_TYPES = ("llama", "gemma 2")
@@ -171,6 +171,14 @@ def quantized_launches(form: Format, dtype: torch.dtype, shared_memory: int) -> 
     linear = QuantizedLinear(Quantized((part,), inputs), torch.zeros(64, dtype=dtype), shared_memory)
     for rows in (1, 3, 20, 50, 100, 300):
         linear(torch.zeros(rows, inputs, dtype=dtype))
+    return captured
+
+
+def rounding_launches() -> list[Launch]:
+    """Return what rounds inputs to FP8 launches, with one scale for a row or one for each group."""
+    captured = capturing()
+    for recipe in scaled.SCALING:
+        scaled.round_rows(torch.zeros(300, 4096, dtype=torch.bfloat16), 4096, recipe)
     return captured
 
 
@@ -262,7 +270,7 @@ def main(target: str) -> None:
     captured |= {f"experts, {dtype}": expert_launches(dtype, SHARED[target]) for dtype in (bf16, fp32)}
     captured |= {"experts, many tokens": expert_launches(bf16, SHARED[target], 400)}
     captured |= {"llama, large tiles": launches(spec_of("llama"), bf16, bf16, SHARED[target])}
-    captured |= {"one row": row_launches(bf16)}
+    captured |= {"one row": row_launches(bf16), "rounded inputs": rounding_launches()}
     if target in ("sm_90", "sm_100", "sm_120"):
         quantized.converts_float8 = lambda device: True
         captured |= {"FP8, converted": quantized_launches(Format.FP8, bf16, SHARED[target])}

@@ -34,7 +34,7 @@ from baton_engine.ops.kernels.quantized import QuantizedLinear
 from baton_engine.ops.kernels.sampling import select_on_device
 from baton_engine.ops.plain import PlainOps
 from baton_engine.ops.token_weights import GREEDY, TokenRule
-from baton_engine.quantized import Format, Quantized, QuantizedPart
+from baton_engine.quantized import Format, Quantized, QuantizedPart, pack_float8
 from baton_engine.requests import Output, Pooling
 from baton_engine.sampling import sampler
 from baton_engine.sampling.prompt_outputs import prompt_output_of
@@ -267,6 +267,18 @@ def test_quantized_products_do_not_wait(form: Format, device: FakeDevice) -> Non
         assert linear(torch.zeros(rows, 4096, dtype=BF16, device=GPU)).shape == (rows, 65)
     assert linear[torch.zeros(3, dtype=torch.int64, device=GPU)].shape == (3, 4096)
     assert device.waits == []
+
+
+@pytest.mark.parametrize("group", [128, 4096])
+def test_products_with_rounded_inputs_do_not_wait(group: int, device: FakeDevice) -> None:
+    """Nor expand the matrix. torch's product in FP8 checks the sizes of fake tensors too."""
+    matrix = pack_float8(torch.zeros(64, 4096, dtype=torch.uint8), torch.ones(64, 4096 // group), group)
+    part = replace(matrix.parts[0], rounds_inputs=True)
+    linear = QuantizedLinear(Quantized((part,), 4096).to(GPU), torch.zeros(64, dtype=BF16, device=GPU))
+    device.waits.clear()
+    device.launches.clear()
+    assert linear(torch.zeros(300, 4096, dtype=BF16, device=GPU)).shape == (300, 64)
+    assert (device.waits, [launch.kernel for launch in device.launches]) == ([], ["_round_rows"])
 
 
 PARAMETERS: dict[str, dict[str, Any]] = {

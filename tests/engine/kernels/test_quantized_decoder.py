@@ -8,15 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file
 
 from baton_api.errors import SetupError
+from baton_engine.batch import Batch, BatchRow
+from baton_engine.kv.cache import KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
 from baton_engine.model.weights import Weights, weights_digest
+from baton_engine.ops import Linear
 from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.choice import kept_formats
+from baton_engine.ops.kernels.quantized import QuantizedLinear
 from baton_engine.ops.plain import PlainOps
-from baton_engine.quantized import NATIVE_FORMATS, Format, Quantized
+from baton_engine.quantized import NATIVE_FORMATS, Format, Matrix, Quantized
 from baton_engine.spec import ExpertSpec, LatentSpec, ModelSpec
 from tests.engine.gguf_files import write_gguf
 from tests.engine.greedy import CPU, by_baton
@@ -25,7 +31,8 @@ from tests.engine.kernels.test_accelerated_decoder import PROMPTS
 from tests.engine.models import make_model
 from tests.engine.random_weights import tiny_spec
 from tests.engine.test_expert_tensors import as_mxfp4
-from tests.engine.test_quantized_folder import SCHEMES, quantized_folder
+from tests.engine.test_quantized import distance
+from tests.engine.test_quantized_folder import SCHEMES, fp8, quantized_folder
 
 pytestmark = [
     pytest.mark.skipif(DEVICE.type != "cpu", reason="these models are on a CPU"),
@@ -116,6 +123,56 @@ def test_kept_experts_of_a_gguf_file_give_the_expanded_tokens(variant: str, tmp_
     ours, plain, kept = both(write_gguf(folder, tmp_path / "tiny.gguf", quantised=True))
     assert isinstance(next(iter(kept.layers)).expert_gate_up, Quantized)
     assert_same_tokens(ours, plain, [prompt[:9] for prompt in PROMPTS[:2]], 2)
+
+
+class KeptOps(PlainOps):
+    """Plain operations but for products, because the interpreter is slow."""
+
+    def prepare(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
+        if isinstance(weight, Quantized):
+            return QuantizedLinear(weight, bias)
+        return super().prepare(weight, bias)
+
+
+@pytest.mark.slow
+def test_declared_rounding_of_inputs_gives_the_logits_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """
+    Hooks round the inputs there. Inputs at the edge of two numbers of float8 fall apart in another type: the
+    engine in float16 may be as far from float32 as transformers in float16.
+    """
+    monkeypatch.setattr("baton_engine.ops.kernels.quantized.EXPANDED_ROWS", 8)
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    exact = quantized_folder(tmp_path, config, fp8, "qwen2", num_hidden_layers=1)
+    stored = load_file(tmp_path / "model.safetensors")
+
+    def rounded(module: Any, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+        scale = inputs[0].float().abs().amax(-1, keepdim=True) / 448
+        return ((inputs[0] / scale).to(torch.float8_e4m3fn).float() * scale).to(inputs[0].dtype)
+
+    @torch.inference_mode()
+    def by_transformers(dtype: torch.dtype, *, rounds: bool) -> torch.Tensor:
+        settings = transformers.AutoConfig.from_pretrained(tmp_path, quantization_config=None)
+        model = transformers.AutoModelForCausalLM.from_config(settings)
+        model.load_state_dict({name: exact.get(name, stored.get(name)) for name in model.state_dict()})
+        for name, module in model.to(dtype).named_modules():
+            if rounds and name.endswith("_proj"):
+                module.register_forward_pre_hook(rounded)
+        logits: torch.Tensor = model(torch.tensor([prompt])).logits[0].float()
+        return logits
+
+    prompt = PROMPTS[1][:9]
+    checkpoint = Checkpoint(tmp_path, "declared")
+    spec = load_spec(checkpoint)
+    kept = load_weights(checkpoint, spec, torch.float16, quantize="keep", formats=frozenset(Format))
+    ours = Decoder(spec, kept, KeptOps(spec), CPU, dtype=torch.float16)
+    cache = KVCache(spec, 4, torch.float16, CPU)
+    got = ours.forward(Batch([BatchRow(prompt, 0, [1], len(prompt))], 16, CPU), cache)
+    expected, plain = (by_transformers(torch.float32, rounds=rounds) for rounds in (True, False))
+    noise = distance(by_transformers(torch.float16, rounds=True), expected)
+    assert distance(got, expected) < 1.25 * noise < distance(plain, expected)
+    assert distance(got, plain) == pytest.approx(distance(expected, plain), rel=0.25)
 
 
 LATENT = LatentSpec(q_rank=0, kv_rank=32, plain=16, value=16)

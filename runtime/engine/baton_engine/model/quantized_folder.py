@@ -1,7 +1,8 @@
 """
 Quantized safetensors folders, under the names of plain checkpoints. `schemes` knows how each is quantized.
 
-Rounding of activations that a checkpoint prescribes is not applied: the engine's own is finer.
+Rounding of activations that a checkpoint prescribes is not applied, because the engine's own is finer. The
+exception is FP8 with scales that follow from the activations (`ops/kernels/scaled.py`).
 
 gpt-oss and Llama 4 have one tensor [E, inputs, outputs] for all gates and ups of a layer, and one for all
 downs; `ExpertTensors` reads them under names of single experts. gpt-oss also stores them in MXFP4: 32 values

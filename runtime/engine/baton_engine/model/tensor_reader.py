@@ -8,7 +8,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -18,7 +18,7 @@ from baton_api.errors import SetupError
 from baton_engine.model.cuts import Cut
 from baton_engine.model.file_reader import ALIGNMENT, FileReader, LocatedSource, Location, Scratch
 from baton_engine.model.progress import Progress
-from baton_engine.quantized import BLOCK, Format, Matrix, Quantized, QuantizedPart, quantize
+from baton_engine.quantized import BLOCK, Format, Matrix, Quantized, quantize
 from baton_engine.spec import Quantize
 
 log = logging.getLogger(__name__)
@@ -189,7 +189,7 @@ class TensorReader:
         read = self._quantized(name, Cut(0, tuple(range(row, row + 1) for row in rows)))
         assert read is not None
         all_rows[rows] = read.parts[0].rows
-        return Quantized((QuantizedPart(part.format, all_rows, part.group),), first.inputs)
+        return Quantized((replace(part, rows=all_rows),), first.inputs)
 
     def report(self) -> None:
         """Log the quantized matrices that were expanded."""

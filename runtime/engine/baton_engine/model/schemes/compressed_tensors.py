@@ -99,11 +99,12 @@ def read(config: Mapping[str, Any]) -> Scheme:
     kind, bits, strategy = given.get("type", "int"), given.get("num_bits"), given.get("strategy", "tensor")
     forms = {form for form in (config.get("format"), *(group.get("format") for group in groups)) if form}
     if (kind, bits) == ("float", 8) and forms <= {"float-quantized", "naive-quantized"}:
+        rounds_inputs = all(_rounds_inputs(group.get("input_activations")) for group in groups)
         if strategy in ("tensor", "channel"):
-            return Float8()
+            return Float8(rounds_inputs=rounds_inputs)
         if strategy == "block":
             height, width = (int(size) for size in given["block_structure"])
-            return Float8(block=(height, width))
+            return Float8(block=(height, width), rounds_inputs=rounds_inputs)
     if given.get("actorder") not in (None, "weight", "static", False):
         raise UnsupportedOption("actorder", given["actorder"], "none, weight")
     group = group_size(given.get("group_size")) if strategy == "group" else 0
@@ -117,3 +118,9 @@ def read(config: Mapping[str, Any]) -> Scheme:
         f"{kind}{bits} in {', '.join(sorted(forms)) or 'no format'}, by {strategy}",
         "float8 by tensor, channel or block; int8 and packed int4 by tensor, channel or group",
     )
+
+
+def _rounds_inputs(activations: Mapping[str, Any] | None) -> bool:
+    """Return whether inputs are rounded to FP8 with scales that follow from them."""
+    given = activations or {}
+    return (given.get("type"), given.get("num_bits"), given.get("dynamic")) == ("float", 8, True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from baton_engine.model.scheme import WEIGHT, Scheme, StoredMatrix, UnsupportedOption
@@ -23,6 +23,8 @@ class Float8(Scheme):
 
     block: tuple[int, int] | None = None
     """Outputs and inputs that share a scale. None: one scale for a tensor or for each output."""
+    rounds_inputs: bool = False
+    """Whether inputs are rounded too, with scales that follow from them ("dynamic")."""
 
     def is_quantized(self, form: str) -> bool:
         return form == "F8_E4M3"
@@ -51,7 +53,8 @@ class Float8(Scheme):
                 f"tensor {matrix.base}{WEIGHT} has a number or a scale that is not finite. The file is "
                 "damaged. Download it again."
             )
-        return part
+        (only,) = part.parts
+        return replace(part, parts=(replace(only, rounds_inputs=self.rounds_inputs),))
 
     def _scales(self, matrix: StoredMatrix) -> tuple[Tensor, int]:
         """Return scales [outputs, groups] or [1, 1] in fp32, and the number of inputs of a group."""
@@ -73,10 +76,11 @@ class Float8(Scheme):
 def read(config: Mapping[str, Any]) -> Float8:
     if (kind := config.get("fmt", "e4m3")) != "e4m3":
         raise UnsupportedOption("fmt", kind, "e4m3")
+    rounds_inputs = config.get("activation_scheme") == "dynamic"
     block = config.get("weight_block_size")
     if block is None:
-        return Float8()
+        return Float8(rounds_inputs=rounds_inputs)
     height, width = (int(size) for size in block)
     if min(height, width) < 1:
         raise UnsupportedOption("weight_block_size", block, "two numbers of at least 1")
-    return Float8(block=(height, width))
+    return Float8(block=(height, width), rounds_inputs=rounds_inputs)

@@ -9,7 +9,8 @@ The number of rows decides, because it decides what the time is spent on:
   multiplied as they are, and the sum of a group is multiplied by its scale in fp32.
 - Up to `EXPANDED_ROWS`, where shared memory suffices and inputs have 2 bytes per number: weights are rounded
   to the type of the inputs while they are read. Tiles are higher, so each weight is widened once or twice.
-- More rows, of inputs of 2 bytes: the matrix is expanded to a copy, which the vendor's library multiplies.
+- More rows, of inputs of 2 bytes: the matrix is expanded to a copy, which the vendor's library multiplies. Or
+  it is multiplied in FP8 (`scaled`), if the checkpoint declares that inputs are rounded to it.
 
 So the last bits of a row depend on which of these its batch has. Within one of the first three they do not
 depend on the batch: the height of tiles, their steps and the splits depend on the matrix only.
@@ -33,7 +34,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton_engine.ops import ExpertGroups
-from baton_engine.ops.kernels import float8
+from baton_engine.ops.kernels import float8, scaled
 from baton_engine.quantized import FLOAT8_FACTOR, SUPERBLOCK, Quantized, QuantizedPart, Unpacked, unpack
 
 FEW_ROWS = 32
@@ -73,6 +74,15 @@ LARGE_TILE_MEMORY = 224 * 1024
 
 WIDE_STEP = 128
 """Numbers of a step from which few outputs per tile suffice. Groups of 32 make shorter steps."""
+
+
+@triton.jit
+def _place(step, output, steps, outputs, BY_OUTPUT: tl.constexpr):
+    """Return the place of a step of an output among all of them."""
+    if BY_OUTPUT:
+        return output * steps + step
+    else:
+        return step * outputs + output
 
 
 @triton.jit
@@ -125,8 +135,8 @@ def _weights(
 
 @triton.jit
 def sum_split(
-    x, numbers, scales, offsets, factors, row, rows, x_stride, output, outputs, inputs, begin, end,
-    KIND: tl.constexpr, ZERO: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
+    x, numbers, scales, offsets, factors, row, rows, x_stride, output, outputs, inputs, steps, begin, end,
+    KIND: tl.constexpr, ZERO: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, BY_OUTPUT: tl.constexpr,
     GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr, SUPERBLOCK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
@@ -135,7 +145,7 @@ def sum_split(
     valid = output < outputs
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in range(begin, end):
-        offset_of_step = (step * outputs + output) * WIDTH
+        offset_of_step = _place(step, output, steps, outputs, BY_OUTPUT) * WIDTH
         packed = tl.load(numbers + offset_of_step[:, None] + inner[None, :], mask=valid[:, None], other=0)
         k = step * STEP + inner[None, :]
         at = x + row[:, None] * x_stride + k
@@ -190,7 +200,8 @@ def _multiply(
     steps,
     PARTIAL: tl.constexpr, BIAS: tl.constexpr, SPLIT_STEPS: tl.constexpr,
     KIND: tl.constexpr, ZERO: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
-    GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr, SUPERBLOCK: tl.constexpr,
+    BY_OUTPUT: tl.constexpr, GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr,
+    SUPERBLOCK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of rows with a tile of outputs; with PARTIAL, one split of the inputs."""
@@ -201,9 +212,10 @@ def _multiply(
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for split in range(first, last):
         total += sum_split(
-            x, numbers, scales, offsets, factors, row, rows, x_stride, output, outputs, inputs,
+            x, numbers, scales, offsets, factors, row, rows, x_stride, output, outputs, inputs, steps,
             split * SPLIT_STEPS, tl.minimum(steps, (split + 1) * SPLIT_STEPS),
-            KIND, ZERO, STEP, WIDTH, GROUP_STEPS, OFFSET, FACTORS, SUPERBLOCK, ROWS, COLUMNS, ROUNDED,
+            KIND, ZERO, STEP, WIDTH, BY_OUTPUT, GROUP_STEPS, OFFSET, FACTORS, SUPERBLOCK, ROWS, COLUMNS,
+            ROUNDED,
         )  # fmt: skip
     if PARTIAL:
         at = (first * rows + row)[:, None] * outputs + output[None, :]
@@ -231,7 +243,8 @@ def _add_splits(
 def _multiply_row(
     x, numbers, scales, offsets, factors, bias, result, outputs, inputs, steps,
     BIAS: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
-    GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr, SUPERBLOCK: tl.constexpr,
+    BY_OUTPUT: tl.constexpr, GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr,
+    SUPERBLOCK: tl.constexpr,
     OUTPUTS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Compute OUTPUTS numbers of the product with one row, STEPS steps at a time."""
@@ -241,7 +254,7 @@ def _multiply_row(
     for begin in range(0, steps, STEPS):
         step = begin + tl.arange(0, STEPS)
         valid = (step < steps)[:, None] & (output < outputs)[None, :]
-        at = (step.to(tl.int64)[:, None] * outputs + output[None, :]) * WIDTH
+        at = _place(step.to(tl.int64)[:, None], output[None, :], steps, outputs, BY_OUTPUT) * WIDTH
         packed = tl.load(numbers + at[:, :, None] + inner[None, None, :], mask=valid[:, :, None], other=0)
         k = step[:, None] * STEP + inner[None, :]
         first = tl.load(x + k, mask=k < inputs, other=0.0).to(tl.float32)
@@ -272,7 +285,8 @@ def _multiply_row(
 def _expand(
     numbers, scales, offsets, factors, weights, outputs, inputs, steps,
     KIND: tl.constexpr, ZERO: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
-    GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr, SUPERBLOCK: tl.constexpr,
+    BY_OUTPUT: tl.constexpr, GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr,
+    SUPERBLOCK: tl.constexpr,
     OUTPUTS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Write OUTPUTS rows of STEPS steps to weights [outputs, inputs]."""
@@ -280,7 +294,7 @@ def _expand(
     inner = tl.arange(0, WIDTH)
     step = tl.program_id(1) * STEPS + tl.arange(0, STEPS)
     valid = (step < steps)[:, None] & (output < outputs)[None, :]
-    at = (step.to(tl.int64)[:, None] * outputs + output[None, :]) * WIDTH
+    at = _place(step.to(tl.int64)[:, None], output[None, :], steps, outputs, BY_OUTPUT) * WIDTH
     packed = tl.load(numbers + at[:, :, None] + inner[None, None, :], mask=valid[:, :, None], other=0)
     scale, offset = _scale_of(
         scales, offsets, factors, output[None, :], outputs, valid, step[:, None],
@@ -305,7 +319,7 @@ class Arranged:
     """Outputs in one format, in the order in which the kernel reads them."""
 
     numbers: Tensor
-    """[steps, outputs, bytes of a step]"""
+    """[steps, outputs, bytes of a step]; in memory [outputs, steps, bytes] with a `recipe`."""
     scales: Tensor
     """[groups, outputs]"""
     offsets: Tensor | None
@@ -314,6 +328,8 @@ class Arranged:
     """[superblocks, 2, outputs]"""
     constants: dict[str, Any]
     inputs: int
+    recipe: scaled.Recipe | None = None
+    """How many rows are multiplied in FP8; None: they are not."""
 
     @property
     def outputs(self) -> int:
@@ -323,7 +339,12 @@ class Arranged:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What kernels read. They ignore the last two where a format lacks them."""
         offsets = self.scales if self.offsets is None else self.offsets
-        return self.numbers, self.scales, offsets, self.scales if self.factors is None else self.factors
+        factors = self.scales if self.factors is None else self.factors
+        return self._in_memory, self.scales, offsets, factors
+
+    @property
+    def _in_memory(self) -> Tensor:
+        return self.numbers if self.recipe is None else self.numbers.transpose(0, 1)
 
     def multiply(self, x: Tensor, bias: Tensor | None, result: Tensor, shared_memory: int) -> None:
         """Write the product of x [T, inputs] to `result` [T, outputs], whose rows may be apart."""
@@ -392,6 +413,13 @@ class Arranged:
                 COLUMNS=SUMMED,
                 enable_fp_fusion=True,
             )
+
+    def multiply_scaled(self, x: Tensor) -> Tensor:
+        """Return the product of x [T, inputs], rounded to FP8: [T, outputs]. Only with a `recipe`."""
+        assert self.recipe is not None
+        # Numbers that no instruction converts have scales times `FLOAT8_FACTOR`.
+        factor = 1 / FLOAT8_FACTOR if self.constants["KIND"] == "float8" else 1.0
+        return scaled.multiply(x, self._in_memory.flatten(1), self.scales, self.recipe, factor)
 
     def expand(self, weights: Tensor) -> None:
         """Write the matrix to `weights` [outputs, inputs], contiguous, of 2 bytes per number."""
@@ -480,20 +508,32 @@ class QuantizedLinear:
         self._shared_memory = shared_memory
         self.outputs, self._inputs = matrix.shape
         self._bias = bias
-        self._parts = [arranged(unpack(part, matrix.inputs)) for part in merged(matrix.parts)]
+        self._parts = [
+            arranged(unpack(part, matrix.inputs), _recipe(part, matrix.inputs))
+            for part in merged(matrix.parts)
+        ]
+        self._scaled = all(part.recipe is not None for part in self._parts)
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x if x.stride(1) == 1 else x.contiguous()
         if len(x) > EXPANDED_ROWS and x.element_size() == 2:
-            weights = torch.empty((self.outputs, self._inputs), dtype=x.dtype, device=x.device)
-            for part, rows in self._rows_of_parts():
-                part.expand(weights[rows])
-            return functional.linear(x, weights, self._bias)
+            return self._multiply_scaled(x) if self._scaled else self._multiply_expanded(x)
         result = torch.empty((len(x), self.outputs), dtype=x.dtype, device=x.device)
         for part, rows in self._rows_of_parts() if len(x) else ():
             bias = None if self._bias is None else self._bias[rows]
             part.multiply(x, bias, result[:, rows], self._shared_memory)
         return result
+
+    def _multiply_scaled(self, x: Tensor) -> Tensor:
+        products = [part.multiply_scaled(x) for part in self._parts]
+        result = products[0] if len(products) == 1 else torch.cat(products, dim=1)
+        return result if self._bias is None else result.add_(self._bias)
+
+    def _multiply_expanded(self, x: Tensor) -> Tensor:
+        weights = torch.empty((self.outputs, self._inputs), dtype=x.dtype, device=x.device)
+        for part, rows in self._rows_of_parts():
+            part.expand(weights[rows])
+        return functional.linear(x, weights, self._bias)
 
     def _rows_of_parts(self) -> Iterator[tuple[Arranged, slice]]:
         """Yield each part with its rows of the matrix."""
@@ -515,9 +555,18 @@ class QuantizedLinear:
 def merged(parts: Sequence[QuantizedPart]) -> list[QuantizedPart]:
     """Join adjacent parts in one format, so that one launch computes them."""
     return [
-        QuantizedPart(form, torch.cat([part.rows for part in alike]), group)
-        for (form, group), alike in groupby(parts, lambda part: (part.format, part.group))
+        QuantizedPart(form, torch.cat([part.rows for part in alike]), group, rounds_inputs)
+        for (form, group, rounds_inputs), alike in groupby(
+            parts, lambda part: (part.format, part.group, part.rounds_inputs)
+        )
     ]
+
+
+def _recipe(part: QuantizedPart, inputs: int) -> scaled.Recipe | None:
+    device = part.rows.device
+    capability = None if device.type == "cpu" else torch.cuda.get_device_capability(device)
+    recipe = scaled.recipe_of(part, inputs, capability, rocm=torch.version.hip is not None)
+    return recipe if recipe is not None and scaled.works(device, recipe) else None
 
 
 def converts_float8(device: torch.device) -> bool:
@@ -527,8 +576,8 @@ def converts_float8(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def arranged(unpacked: Unpacked) -> Arranged:
-    """Lay out the rows of a matrix, on their device."""
+def arranged(unpacked: Unpacked, recipe: scaled.Recipe | None = None) -> Arranged:
+    """Lay out the rows of a matrix, on their device. Those with a `recipe` have groups of whole steps."""
     numbers = unpacked.numbers
     outputs, inputs = numbers.shape
     one_group = unpacked.group >= inputs
@@ -538,13 +587,15 @@ def arranged(unpacked: Unpacked) -> Arranged:
     scales = unpacked.scales
     if kind == "float8" and converts_float8(numbers.device):
         kind, scales = "e4m3", scales / FLOAT8_FACTOR
-    padded = functional.pad(numbers, (0, steps * step - inputs)).view(outputs, steps, step).transpose(0, 1)
+    padded = functional.pad(numbers, (0, steps * step - inputs)).view(outputs, steps, step)
+    padded = padded.transpose(0, 1) if recipe is None else padded
     if kind in ("int4", "float4"):
         padded = padded[..., : step // 2] | padded[..., step // 2 :] << 4
     offsets = unpacked.minima if unpacked.zeros is None else unpacked.zeros
     factors = unpacked.factors
+    padded = padded.contiguous()
     return Arranged(
-        numbers=padded.contiguous(),
+        numbers=padded if recipe is None else padded.transpose(0, 1),
         scales=scales.T.contiguous(),
         offsets=None if offsets is None else offsets.T.contiguous(),
         factors=None if factors is None else factors.permute(1, 2, 0).contiguous(),
@@ -554,10 +605,12 @@ def arranged(unpacked: Unpacked) -> Arranged:
             "ZERO": unpacked.zero,
             "STEP": step,
             "WIDTH": padded.shape[2],
+            "BY_OUTPUT": recipe is not None,
             "GROUP_STEPS": steps if one_group else unpacked.group // step,
             "OFFSET": "none" if offsets is None else "minima" if unpacked.zeros is None else "zeros",
             "FACTORS": factors is not None,
         },
+        recipe=recipe,
     )
 
 
@@ -566,7 +619,8 @@ def _multiply_quantized(
     x, numbers, scales, offsets, factors, biases, result, order, starts, share, rows, x_stride, outputs,
     all_outputs, inputs, steps,
     BIAS: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
-    GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr, SUPERBLOCK: tl.constexpr,
+    BY_OUTPUT: tl.constexpr, GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr,
+    SUPERBLOCK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """Multiply all pairs of one expert with a tile of its outputs."""
@@ -581,8 +635,10 @@ def _multiply_quantized(
         pair = tl.load(order + position, mask=paired, other=0).to(tl.int64)
         row = tl.where(paired, pair // share, rows)
         total = sum_split(
-            x, numbers, scales, offsets, factors, row, rows, x_stride, output, all_outputs, inputs, 0, steps,
-            KIND, ZERO, STEP, WIDTH, GROUP_STEPS, OFFSET, FACTORS, SUPERBLOCK, ROWS, COLUMNS, ROUNDED,
+            x, numbers, scales, offsets, factors, row, rows, x_stride, output, all_outputs, inputs, steps,
+            0, steps,
+            KIND, ZERO, STEP, WIDTH, BY_OUTPUT, GROUP_STEPS, OFFSET, FACTORS, SUPERBLOCK, ROWS, COLUMNS,
+            ROUNDED,
         )  # fmt: skip
         valid = column < outputs
         if BIAS:
