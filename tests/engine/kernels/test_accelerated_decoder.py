@@ -117,8 +117,8 @@ def test_decode_step_launches(changes: dict[str, Any], plain: tuple[int, int], o
 
 
 def test_decode_step_launches_of_a_rank() -> None:
-    """A layer has two sums over ranks of two launches each."""
-    assert per_layer(AcceleratorOps, ranks=2) == (14, 20)
+    """A layer has two sums over ranks of a launch each."""
+    assert per_layer(AcceleratorOps, ranks=2) == (12, 19)
     counted = replayed("graph", AcceleratorOps, select, ranks=2)
     assert (counted.layer, counted.beside, counted.greedy, counted.copies, counted.waits) == (0, 1, 2, 3, 1)
 
