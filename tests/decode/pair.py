@@ -21,7 +21,7 @@ from baton_engine.engine import EngineLimits
 from baton_engine.kv.cache import KVCache
 from baton_engine.kv.events import KvEvents
 from baton_engine.metrics.counters import EngineSnapshot
-from baton_engine.model.decoder import Model
+from baton_engine.model.decoder import Decoder, Model
 from baton_engine.requests import GrammarMatcher, Output, Request
 from baton_engine.tiers.peers import PeerCaches
 from baton_engine.tiers.store import MemoryStore
@@ -92,8 +92,18 @@ class Side:
         if tier_slots:
             tier = Tier(MemoryStore(tier_slots * cache.block_bytes, cache.block_bytes, None), cache)
         tiers = [] if tier is None else [tier]
+        drafts = model.drafts if isinstance(model, Decoder) and speculation_tokens else None
+        if drafts is not None:
+            drafts.reserve(limits.results)
         client = AsyncEngine(
-            model, cache, limits, clock=clock, on_fatal=on_fatal, kv_events=kv_events, tiers=tiers
+            model,
+            cache,
+            limits,
+            clock=clock,
+            on_fatal=on_fatal,
+            kv_events=kv_events,
+            tiers=tiers,
+            head=None if drafts is None else (drafts, drafts),
         )
         transfer = FaultyTransfer(LoopbackTransfer(cache, name), cache)
         return cls(name, model, cache, client, transfer, me, tier)

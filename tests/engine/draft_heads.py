@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from baton_engine.batch import Batch
+from baton_engine.kv.cache import KVCache
+from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
+from baton_engine.model.decoder import Decoder
+from baton_engine.model.head_loading import eagle3_head, load_eagle3, mtp_head
+from baton_engine.ops import Ops
+from baton_engine.ops.plain import PlainOps
+from baton_engine.spec import ModelSpec
+from tests.engine.greedy import CPU
 from tests.engine.models import SIZES, VOCAB, make_model
 
 FILE = "model.safetensors"
@@ -150,3 +161,49 @@ def _like(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 def _around_one(size: int, generator: torch.Generator) -> Tensor:
     return 0.5 + torch.rand(size, generator=generator)
+
+
+Folders = dict[str, tuple[Path, Path | None]]
+"""By kind of head, the folder of a model, and that of the head if it has its own."""
+
+LAYERS = (1, 3, 5)
+"""Layers whose inputs make a state of the EAGLE-3 head of `make_heads`."""
+
+
+def make_heads(root: Path) -> Folders:
+    """Return a model with random weights for each kind of head."""
+    model = make_model(root / "llama", num_hidden_layers=6)
+    auxiliary = {"eagle_aux_hidden_state_layer_ids": list(LAYERS)}
+    return {
+        "mtp": (make_mtp(root / "deepseek"), None),
+        "mtp of glm": (make_mtp(root / "glm", "glm4 with experts"), None),
+        "eagle3": (model, make_eagle3(root / "eagle3", model, eagle_config=auxiliary)),
+    }
+
+
+class CountingDecoder(Decoder):
+    """A decoder that counts its passes: the clock of engines that always draft as much as possible."""
+
+    passes = 0
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        self.passes += 1
+        return super().forward(batch, cache)
+
+
+def decoder_of(
+    model: Path, head: Path | None, ops_of: Callable[[ModelSpec], Ops] = PlainOps
+) -> CountingDecoder:
+    """Return the model in fp32 with its head."""
+    checkpoint = Checkpoint(model, model.name)
+    spec = load_spec(checkpoint)
+    if head is None:
+        spec = replace(spec, draft_head=mtp_head(spec, checkpoint))
+        weights = load_weights(checkpoint, spec, torch.float32)
+    else:
+        own = Checkpoint(head, head.name)
+        found = eagle3_head(spec, own)
+        spec = replace(spec, draft_head=found)
+        eagle3 = load_eagle3(own, found, spec, torch.float32, CPU)
+        weights = replace(load_weights(checkpoint, spec, torch.float32), draft_head=eagle3)
+    return CountingDecoder(spec, weights, ops_of(spec), CPU, ops_of=ops_of)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton_api.messages import PROTOCOL
-from baton_engine.kv.cache import BLOCK_SIZE, KVCache, block_bytes
+from baton_engine.kv.cache import BLOCK_SIZE, FLOAT8_CACHE, KVCache, block_bytes
 from baton_engine.model.weights import LayerWeights, Weights, weights_digest
 from baton_engine.quantized import floats
 from baton_engine.spec import ExpertSpec, HeadSpec, LatentSpec, ModelSpec, RopeScaling
@@ -91,6 +91,32 @@ def test_compatibility_field_of_block_bytes_changes_the_digest(field: str) -> No
 )
 def test_compatibility_other_fields_keep_the_digest(field: str, value: object) -> None:
     assert digest(**{field: value}) == digest()
+
+
+def test_compatibility_names_the_draft_head() -> None:
+    head = HeadSpec(kind="mtp", layer=SPEC)
+    ours = Compatibility.of(dataclasses.replace(SPEC, draft_head=head), torch.float32, "w")
+    theirs = Compatibility.of(SPEC, torch.float32, "w")
+    assert ours.differences(theirs.labels) == f"draft head is {head} here and None there"
+    assert str(head).startswith(f"mtp of {SPEC.hidden} (")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FLOAT8_CACHE])
+def test_head_of_other_sizes_has_room_in_each_block(dtype: torch.dtype) -> None:
+    """A head's layer need not have the heads of the model's layers."""
+    layer = dataclasses.replace(SPEC, layers=1, kv_heads=4, heads=4, head_dim=20, hidden=54)
+    spec = dataclasses.replace(SPEC, draft_head=HeadSpec(kind="eagle3", layer=layer))
+    cache = KVCache(spec, 3, dtype, torch.device("cpu"))
+    head = cache.head
+    assert head is not None
+    assert block_bytes(spec, dtype) == cache.kv[0].nbytes
+    assert head.kv.shape == (3, 1, 2, 4, BLOCK_SIZE, 20)
+    assert head.states.shape == (3, 54)
+    assert head.states.dtype == (torch.bfloat16 if dtype == FLOAT8_CACHE else dtype)
+    head.kv[1].fill_(1)
+    head.states[1].fill_(2)
+    assert bool((cache.kv[:, : SPEC.layers] == 0).all()) and bool((cache.kv[0] == 0).all())
+    assert bool((head.kv[1] == 1).all()) and bool((head.states[1] == 2).all())
 
 
 def test_latent_blocks_have_a_layout_of_their_own() -> None:

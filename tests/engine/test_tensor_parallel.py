@@ -260,7 +260,15 @@ async def test_worker_answers_do_not_depend_on_the_degree(
         ({"tensor_parallel_size": 4, "role": "prefill"}, "its 2 key heads are not divided equally"),
         ({"role": "decode", "transfer": "loopback"}, "does not support --transfer loopback"),
     ],
-    ids=["degree", "quantize", "data type of the KV cache", "draft model", "key heads of a pair", "loopback"],
+    ids=[
+        "degree",
+        "quantize",
+        "data type of the KV cache",
+        "draft model",
+        "draft head",
+        "key heads of a pair",
+        "loopback",
+    ],
 )
 async def test_worker_refuses_what_ranks_cannot_compute(
     tiny: Path, given: dict[str, Any], message: str

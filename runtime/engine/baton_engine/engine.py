@@ -138,12 +138,10 @@ class Engine:
         self._scheduler = Scheduler(self._pool, limits, cache.block_size, kv_events, self._tiers.all)
         self._counters = EngineCounters(clock)
         self._new_memory = [NewMemory(each) for each in (cache, *(draft[1:] if draft else ()))]
-        drafts: DraftSource | None = None
-        if draft is not None:
-            drafts = DraftModel(*draft, clock)
-        elif head is not None:
-            drafts = HeadDrafts(*head, cache, clock)
-        self._speculator = Speculator(self._scheduler, self._counters, drafts)
+        heads = None if head is None else HeadDrafts(*head, cache, clock)
+        drafts: DraftSource | None = heads if draft is None else DraftModel(*draft, clock)
+        keep = None if heads is None else heads.keep
+        self._speculator = Speculator(self._scheduler, self._counters, drafts, keep)
         self._lifecycle = Lifecycle(self._scheduler, self._counters, clock)
         self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
         self._interruption = PassInterruption(model)

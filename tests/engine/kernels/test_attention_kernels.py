@@ -47,6 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "a window below a block": {"sliding_window": 9},
     "a window over splits": {"sliding_window": SPLIT + 30},
     "chunked windows": {"sliding_window": 24, "window_chunks": True},
+    "all positions but the first": {"sliding_window": 4096, "window_rest": True},
     "sinks": {"sinks": True},
     "sinks and a window": {"sinks": True, "sliding_window": 20},
     "a scale and a cap of scores": {"attention_scale": 0.4, "attention_cap": 2.5},

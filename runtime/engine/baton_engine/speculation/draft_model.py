@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from baton_engine.batch import Batch, BatchRow
-from baton_engine.forward_pass import ScheduledChunk
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.decoder import Model
 from baton_engine.sampling import sampler
@@ -53,9 +52,6 @@ class DraftModel:
         else:
             self._find(sequence, state)
         return state.acceptance
-
-    def settle(self, chunks: abc.Sequence[ScheduledChunk], rows: abc.Sequence[int]) -> None:
-        """Nothing: `acceptance` processes the results of a draft."""
 
     def draft(self, wanted: abc.Sequence[tuple[Sequence, int]]) -> dict[Sequence, tuple[int, ...]]:
         """

@@ -15,11 +15,10 @@ import numpy as np
 
 from baton_engine.batch import Batch, BatchRow
 from baton_engine.captured_passes import PassModel
-from baton_engine.forward_pass import ScheduledChunk
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.draft_head import DraftHead
 from baton_engine.sampling import sampler
-from baton_engine.scheduling.sequence import Sequence, Stage
+from baton_engine.scheduling.sequence import Sequence
 from baton_engine.speculation.acceptance import judge, state_of
 from baton_engine.speculation.costs import PassTimes
 from baton_engine.streams import copied, finish
@@ -89,22 +88,7 @@ class HeadDrafts:
             state.start, state.draft = sequence.length, draft
         return done
 
-    def settle(self, chunks: abc.Sequence[ScheduledChunk], rows: abc.Sequence[int]) -> None:
-        """
-        Keep the states of the last accepted tokens after a pass with drafts. `rows` as in `PassResult`.
-
-        A sequence whose pending token was not computed keeps a state of a later token. It has no drafts any
-        more, and its next block the keys and values of one token that make later drafts a little worse.
-        """
-        kept, blocks = [], []
-        for chunk, row in zip(chunks, rows, strict=True):
-            sequence = chunk.sequence
-            if chunk.draft and sequence.stage is Stage.RUNNING:
-                accepted = sequence.computed - state_of(sequence).start
-                if 0 <= accepted < len(chunk.draft):
-                    kept.append(row + accepted)
-                    blocks.append(sequence.blocks[(sequence.computed - 1) // self._cache.block_size])
-        if kept:
-            device = self._cache.kv.device
-            places = copied(np.array([kept, blocks]), device)
-            self._head.keep(places[0], places[1], self._cache)
+    def keep(self, rows: abc.Sequence[int], blocks: abc.Sequence[int]) -> None:
+        """Make results `rows` of the last pass the states of `blocks`: later tokens were rejected."""
+        places = copied(np.array([rows, blocks]), self._cache.kv.device)
+        self._head.keep(places[0], places[1], self._cache)

@@ -44,10 +44,6 @@ class DraftSource(Protocol):
         """Return drafts of at most the wanted numbers of tokens. Their blocks must be reserved."""
         ...
 
-    def settle(self, chunks: abc.Sequence[ScheduledChunk], rows: abc.Sequence[int]) -> None:
-        """Process a pass with drafts, whose accepted tokens are part of their sequences."""
-        ...
-
 
 class Speculator:
     """Plans drafts on the engine's thread."""
@@ -57,8 +53,11 @@ class Speculator:
         scheduler: Scheduler,
         counters: EngineCounters,
         drafts: DraftSource | None = None,
+        keep: Callable[[abc.Sequence[int], abc.Sequence[int]], None] | None = None,
     ) -> None:
+        """`keep` makes results of the last pass, by their rows, the states of blocks (`HeadDrafts.keep`)."""
         self._drafts = drafts
+        self._keep = keep
         self._scheduler = scheduler
         self._counters = counters
         self._tokens = scheduler.limits.speculation_tokens
@@ -110,12 +109,36 @@ class Speculator:
         if all(chunk.is_decode for chunk in chunks):
             self.times.add(sum(chunk.size for chunk in chunks), result.seconds)
         drafts = [chunk for chunk in chunks if chunk.draft]
+        computed = [chunk.sequence.computed for chunk in chunks]
         accepted = verify(chunks, result, mask_filler, take) if drafts else 0
-        if drafts and self._drafts is not None:
-            self._drafts.settle(chunks, result.rows)
+        if drafts and self._keep is not None:
+            self._keep_states(chunks, result, computed, self._keep)
         self.forget(drafts)
         self._counters.add_drafts(len(drafts), sum(len(chunk.draft) for chunk in drafts), accepted)
         return accepted
+
+    def _keep_states(
+        self,
+        chunks: abc.Sequence[ScheduledChunk],
+        result: PassResult,
+        computed: abc.Sequence[int],
+        keep: Callable[[abc.Sequence[int], abc.Sequence[int]], None],
+    ) -> None:
+        """
+        Keep the states of the last accepted tokens. `computed`: of each sequence before the verification.
+
+        A sequence whose pending token gave no logits keeps a state of a later token: its own was overwritten.
+        """
+        rows, blocks = [], []
+        for index, (chunk, row, before) in enumerate(zip(chunks, result.rows, computed, strict=True)):
+            sequence = chunk.sequence
+            accepted = sequence.computed - before
+            running = sequence.stage is Stage.RUNNING and result.sampled.get(index) is not None
+            if running and accepted < len(chunk.draft):
+                rows.append(row + accepted)
+                blocks.append(sequence.blocks[(sequence.computed - 1) // self._scheduler.block_size])
+        if rows:
+            keep(rows, blocks)
 
     def forget(self, chunks: abc.Sequence[ScheduledChunk]) -> None:
         """Release the blocks of draft tokens that are not part of an answer."""
