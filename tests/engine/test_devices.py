@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from baton_engine.devices import device_of, has_bfloat16
+from baton_api.errors import SetupError
+from baton_engine.devices import device_of, has_bfloat16, unmeasured
 from baton_engine.ops.choice import create_ops, dtype_of
 from baton_engine.ops.plain import PlainOps
+from baton_engine.settings import WorkerSettings
 from baton_engine.streams import DeviceStreams
+from baton_engine.worker import open_worker
 from tests.engine.fake_streams import FakeCuda
 from tests.engine.random_weights import tiny_spec
 
@@ -61,6 +66,42 @@ def test_older_gpu_computes_with_torch(
     ops = create_ops(tiny_spec(), torch.device("cuda"), torch.float32, {})
     assert type(ops) is PlainOps
     assert "Triton does not support GPUs with compute capability 7.5" in caplog.text
+
+
+UNMEASURED: dict[str, tuple[tuple[str, int, bool], str]] = {
+    "the measured one": (("NVIDIA H200", 1, False), ""),
+    "several of them": (("NVIDIA H200", 2, False), "never been measured on several GPUs, only on one"),
+    "another of its kind": (("NVIDIA H200 NVL", 1, False), "never been measured on NVIDIA H200 NVL, only on"),
+    "another one": (("NVIDIA L4", 2, False), "never been measured on NVIDIA L4, only on one NVIDIA H200"),
+    "one of AMD": (("AMD Instinct MI300X", 1, True), "with ROCm, nor on AMD Instinct MI300X, only on one"),
+}
+
+
+@pytest.mark.parametrize("name", UNMEASURED)
+def test_gpu_that_was_not_measured_is_named(name: str) -> None:
+    (gpu, ranks, rocm), expected = UNMEASURED[name]
+    sentence = unmeasured(gpu, ranks, rocm=rocm)
+    assert expected in sentence
+    assert bool(sentence) is bool(expected)
+    assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(("gpu", "times"), [("NVIDIA H100 80GB HBM3", 1), ("NVIDIA H200", 0)])
+async def test_worker_logs_at_its_start_that_its_gpu_was_not_measured(
+    gpu: str, times: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Before it loads the model, which is missing here."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
+    settings = WorkerSettings(model=str(tmp_path / "missing"), dtype="bfloat16")
+    with pytest.raises(SetupError, match="missing"):
+        async with open_worker(settings):
+            pass
+    assert [record.levelname for record in caplog.records if "never been measured" in record.message] == (
+        ["WARNING"] * times
+    )
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float32"])

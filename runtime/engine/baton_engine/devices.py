@@ -12,6 +12,9 @@ from baton_engine import machine
 
 log = logging.getLogger(__name__)
 
+MEASURED = ("NVIDIA H200",)
+"""Names of the GPUs on which workers have run and have been measured, one at a time (benchmarks/LOG.md)."""
+
 
 def device_of(name: str, ranks: int) -> torch.device:
     """
@@ -44,6 +47,30 @@ def has_bfloat16(capability: tuple[int, int], *, rocm: bool) -> bool:
     Older GPUs of NVIDIA do not. torch emulates it there, and counts it as supported.
     """
     return rocm or capability >= (8, 0)
+
+
+def unmeasured(name: str, ranks: int, *, rocm: bool) -> str:
+    """Return what is not known of workers with `ranks` GPUs called `name`. Empty: they have been measured."""
+    if rocm:
+        where = f"with ROCm, nor on {name}"
+    elif name not in MEASURED:
+        where = f"on {name}"
+    elif ranks > 1:
+        where = "on several GPUs"
+    else:
+        return ""
+    return (
+        f"Baton's own workers have never been measured {where}, only on one {' or '.join(MEASURED)}: compare "
+        'their answers and their speed with vLLM\'s first, see the guide "RDMA and GPUs"'
+    )
+
+
+def warn_if_unmeasured(device: torch.device, ranks: int) -> None:
+    """Log `unmeasured` of a GPU."""
+    if device.type == "cuda" and (
+        unknown := unmeasured(torch.cuda.get_device_name(device), ranks, rocm=torch.version.hip is not None)
+    ):
+        log.warning("%s", unknown)
 
 
 def free_bytes(device: torch.device) -> int | None:

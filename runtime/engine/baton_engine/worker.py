@@ -31,7 +31,7 @@ from baton_engine import lending, machine
 from baton_engine.adapters import AdapterRegistry, registry_of
 from baton_engine.captured_passes import PassModel
 from baton_engine.client import AsyncEngine
-from baton_engine.devices import device_of, free_bytes, short, taken_bytes
+from baton_engine.devices import device_of, free_bytes, short, taken_bytes, warn_if_unmeasured
 from baton_engine.engine import Engine
 from baton_engine.grammar.grammars import Grammars
 from baton_engine.graphs import CaptureLimits, GraphPasses, capture_limits, head_with_graphs, with_graphs
@@ -210,6 +210,7 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
     epoch = uuid.uuid4().hex
     name = settings.name or f"{settings.role}-{settings.port or epoch[:8]}"
     log.info("%s starts: device %s, %s, %d threads", name, device, short(dtype), torch.get_num_threads())
+    warn_if_unmeasured(device, ranks)
 
     async with contextlib.AsyncExitStack() as stack:
         at_start = free_bytes(device)

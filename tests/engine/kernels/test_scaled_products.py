@@ -127,6 +127,18 @@ def test_fewer_rows_have_the_bits_of_a_checkpoint_that_declares_nothing(rows: in
 
 
 @pytest.mark.usefixtures("few_are_many")
+def test_device_that_fails_the_trial_expands_as_if_nothing_were_declared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scaled, "works", lambda device, recipe: False)
+    x = inputs_of(MANY, 64)
+    declared, other = (
+        QuantizedLinear(float8_matrix(32, 64, 64, 4, declared).to(DEVICE)) for declared in (True, False)
+    )
+    assert torch.equal(declared(x), other(x))
+
+
+@pytest.mark.usefixtures("few_are_many")
 def test_parts_that_differ_in_their_declaration_are_expanded() -> None:
     first, second = (float8_matrix(32, 64, 64, seed, declared) for seed, declared in ((6, True), (7, False)))
     both = QuantizedLinear(Quantized((*first.parts, *second.parts), 64).to(DEVICE))
