@@ -29,6 +29,7 @@ from benchmarks.roofline import (
     Device,
     Kernel,
     Shape,
+    chunks_of,
     decode,
     prefill,
     ttft_s,
@@ -40,6 +41,8 @@ PROMPTS = (500, 2000, 8192)
 LONG_PROMPTS = (2048, 8192, 32_768)
 CHUNKS = (4096, 512)
 """Tokens of a chunk: the default on GPUs, and that on CPUs."""
+LAST = 256
+"""Tokens down to which a last chunk is halved."""
 AIM = 0.85
 """Share of the bound that the engine aims at, with 1 and with 100 streams."""
 
@@ -84,17 +87,24 @@ def shares(shape: Shape, device: Device) -> str:
 
 
 def announcements() -> str:
-    """Return the part of a transfer that a prompt's computation does not hide, of blocks and of layers."""
+    """Return the part of a transfer that computing does not hide: of blocks, halved chunks and layers."""
     device = DEVICES[1]
-    lines = [f"{device.name}: time after the computation until the last block is read, and its share of TTFT"]
+    lines = [
+        f"{device.name}: time after the computation until the last block is read, its share of TTFT, and how "
+        f"much less TTFT is with a last chunk halved down to {LAST} tokens, and with announcements by layer"
+    ]
     for name, spec, ranks in (("8B", LLAMA_8B, 1), ("70B", LLAMA_70B, 4)):
         for chunk in CHUNKS:
             for tokens in LONG_PROMPTS:
+                whole, halved = chunks_of(tokens, chunk), chunks_of(tokens, chunk, LAST)
                 cells = []
                 for link in LINKS.values():
-                    for by_layer in (False, True):
-                        computed, read = ttft_s(spec, ranks, tokens, chunk, link, device, by_layer=by_layer)
-                        cells.append(f"{1e3 * read:7.1f} ms {100 * read / (computed + read):4.1f} %")
+                    computed, read = ttft_s(spec, ranks, whole, link, device)
+                    total = computed + read
+                    cells.append(f"{1e3 * read:7.1f} ms {100 * read / total:4.1f} %")
+                    for chunks, by_layer in ((halved, False), (whole, True)):
+                        sooner = total - sum(ttft_s(spec, ranks, chunks, link, device, by_layer=by_layer))
+                        cells.append(f"{100 * sooner / total:5.1f} %")
                 ends = " | ".join(cells)
                 lines.append(f"{name:4} chunk {chunk:5} {tokens:6} tokens {1e3 * computed:6.0f} ms | {ends}")
     return "\n".join(lines)
@@ -108,7 +118,7 @@ def predict() -> None:
         print(predictions(device), end="\n\n")
     for name, shape in (("1 row", decode(1, CONTEXT)), ("100 rows", decode(100, CONTEXT))):
         print(f"{DEVICES[1].name}, {name}: {shares(shape, DEVICES[1])}")
-    print(f"\nAnnounced by block, then by layer, over {', '.join(LINKS)}. 70B on 4 GPUs.")
+    print(f"\nAnnouncements over {', '.join(LINKS)}. 70B on 4 GPUs.")
     print(announcements())
 
 

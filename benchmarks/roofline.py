@@ -10,6 +10,7 @@ device, `benchmarks.device` measures them instead. Every time that follows from 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -163,11 +164,25 @@ def hash_s(spec: ModelSpec, tokens: int, device: Device) -> float:
     return blocks * block_bytes(spec, torch.bfloat16) / device.bandwidth
 
 
+def chunks_of(tokens: int, most: int, last: int = 0) -> list[int]:
+    """
+    Return the chunks of a prompt, of `most` tokens but for the last one.
+
+    With `last`, that one is halved again and again, down to `last` tokens: the blocks of each are read while
+    the next one is computed, so few are left at the end.
+    """
+    *chunks, rest = [min(most, tokens - start) for start in range(0, tokens, most)]
+    while last and rest >= 2 * last:
+        half = BLOCK_SIZE * (rest // 2 // BLOCK_SIZE)
+        chunks.append(half)
+        rest -= half
+    return [*chunks, rest]
+
+
 def ttft_s(
     spec: ModelSpec,
     ranks: int,
-    tokens: int,
-    chunk: int,
+    chunks: Sequence[int],
     link: float,
     device: Device,
     *,
@@ -176,17 +191,16 @@ def ttft_s(
     """
     Return the seconds until a prompt is computed, and from then to the end of the last read of its blocks.
 
-    `ranks` share each kernel equally. Blocks of `chunk` tokens are announced when they are computed, or each
-    layer of them. Then they pass the link, at `link` bytes per second, one after the other.
+    `ranks` share each kernel equally. Blocks of each of `chunks`, in tokens, are announced when they are
+    computed, or each layer of them. Then they pass the link, at `link` bytes per second, one after the other.
     """
     import torch
 
     now = free = 0.0
     parts = spec.layers if by_layer else 1
-    for start in range(0, tokens, chunk):
-        end = min(start + chunk, tokens)
-        computing = bound_s(kernels(spec, Shape(1, end - start, end)), device) / ranks
-        moving = (end - start) / BLOCK_SIZE * block_bytes(spec, torch.bfloat16) / link
+    for chunk, end in zip(chunks, itertools.accumulate(chunks), strict=True):
+        computing = bound_s(kernels(spec, Shape(1, chunk, end)), device) / ranks
+        moving = chunk / BLOCK_SIZE * block_bytes(spec, torch.bfloat16) / link
         for _ in range(parts):
             now += computing / parts
             free = max(free, now) + moving / parts

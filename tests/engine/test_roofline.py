@@ -9,6 +9,7 @@ from benchmarks.roofline import (
     LLAMA_8B,
     Shape,
     bound_s,
+    chunks_of,
     decode,
     eager_s,
     graph_s,
@@ -63,14 +64,38 @@ def test_hash_of_a_gigabyte_takes_less_than_a_millisecond() -> None:
 
 def test_transfer_ends_after_the_last_chunk_or_layer() -> None:
     """Over a fast link. 2,048 tokens of KV blocks are 268 MB: 5.4 ms at 50 GB/s, of which a layer is 1/32."""
-    computed, read = ttft_s(LLAMA_8B, 1, 8192, 2048, 50e9, H200)
+    computed, read = ttft_s(LLAMA_8B, 1, chunks_of(8192, 2048), 50e9, H200)
     assert read == pytest.approx(2048 * 131_072 / 50e9)
-    same, last = ttft_s(LLAMA_8B, 1, 8192, 2048, 50e9, H200, by_layer=True)
+    same, last = ttft_s(LLAMA_8B, 1, chunks_of(8192, 2048), 50e9, H200, by_layer=True)
     assert same == pytest.approx(computed)
     assert last == pytest.approx(read / 32)
 
 
 def test_transfer_over_a_slow_link_takes_the_time_of_the_link() -> None:
-    computed, read = ttft_s(LLAMA_8B, 1, 8192, 2048, 1e9, H200)
-    first = ttft_s(LLAMA_8B, 1, 2048, 2048, 1e9, H200)[0]
+    computed, read = ttft_s(LLAMA_8B, 1, chunks_of(8192, 2048), 1e9, H200)
+    first = ttft_s(LLAMA_8B, 1, [2048], 1e9, H200)[0]
     assert computed + read == pytest.approx(first + 8192 * 131_072 / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "last", "expected"),
+    [
+        (500, 0, [500]),
+        (8192, 0, [4096, 4096]),
+        (2048, 256, [1024, 512, 256, 256]),
+        (5000, 256, [4096, 448, 456]),
+        (300, 256, [300]),
+    ],
+)
+def test_last_chunk_is_halved_between_blocks(tokens: int, last: int, expected: list[int]) -> None:
+    assert chunks_of(tokens, 4096, last) == expected
+
+
+@pytest.mark.parametrize("tokens", [2048, 8192, 32_768])
+@pytest.mark.parametrize("link", [50e9, 12.5e9])
+def test_halved_last_chunk_saves_most_of_what_layers_do(tokens: int, link: float) -> None:
+    """By the model: the reason not to announce by layer (ADR 37)."""
+    whole = sum(ttft_s(LLAMA_8B, 1, chunks_of(tokens, 4096), link, H200))
+    halved = sum(ttft_s(LLAMA_8B, 1, chunks_of(tokens, 4096, 256), link, H200))
+    by_layer = sum(ttft_s(LLAMA_8B, 1, chunks_of(tokens, 4096), link, H200, by_layer=True))
+    assert whole - halved > 0.7 * (whole - by_layer) > 0
