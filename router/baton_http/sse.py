@@ -85,14 +85,19 @@ class EventStream:
             end = piece.rfind(b"\n") + 1
             self._rest = piece[end:]
             piece = piece[:end]
-        piece, usage = take_comments(piece)
+        piece = self._take_counts(piece)
+        self._tail = piece[-TAIL:] if len(piece) >= TAIL else (self._tail + piece)[-TAIL:]
+        return piece
+
+    def _take_counts(self, lines: bytes) -> bytes:
+        """Note what whole lines say of tokens. Returns the lines for the client."""
+        lines, usage = take_comments(lines)
         if usage is not None:
             self.usage = usage
             self.tokens = usage.generated
-        elif self.usage is None and TOKEN_COUNT in piece:
-            self._read_usage(piece)
-        self._tail = piece[-TAIL:] if len(piece) >= TAIL else (self._tail + piece)[-TAIL:]
-        return piece
+        elif self.usage is None and lines.find(TOKEN_COUNT) >= 0:
+            self._read_usage(lines)
+        return lines
 
     def _read_usage(self, piece: bytes) -> None:
         """Read the tokens from the usage of an engine that reports it to the client."""

@@ -84,6 +84,19 @@ def test_law_forwarded_text_equals_the_tokens_at_any_cut(seed: int) -> None:
     assert comment(passed + stream.finish()) == EVENTS
 
 
+@pytest.mark.parametrize("writes", range(1, 6))
+def test_events_that_arrive_one_by_one_pass_as_in_pieces(writes: int) -> None:
+    texts = [f"{'word ' * 20}{number}" for number in range(4)]
+    arriving = [begin_line(BEGUN)]
+    arriving += [event(text) + tokens_line([len(text)], ended=text == texts[-1]) for text in texts]
+    whole, cut = ResumableStream(), ResumableStream()
+    passed = b"".join(whole.push(write) for write in arriving[:writes])
+    assert passed == b"".join(cut.push(bytes([octet])) for octet in b"".join(arriving[:writes]))
+    assert passed == b"".join(map(event, texts[: writes - 1]))
+    assert (whole.resumption, whole.tokens, whole.waiting) == (cut.resumption, cut.tokens, cut.waiting)
+    assert whole.error(WorkerLost("d")) == cut.error(WorkerLost("d"))
+
+
 def test_worker_without_comments_is_not_delayed() -> None:
     stream = ResumableStream()
     for write in (event("The"), event(" capital"), DONE):

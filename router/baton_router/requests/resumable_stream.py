@@ -8,6 +8,7 @@ that is resumed are therefore the same, wherever the connection breaks.
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 import msgspec
@@ -24,12 +25,14 @@ from baton_api.stream_comments import (
     read_numbers,
     take_comments,
 )
-from baton_http.sse import DONE, MESSAGE_STOP, EventStream
+from baton_http.sse import DONE, MESSAGE_STOP, TAIL, EventStream
 
 WAITING_LIMIT = 1024 * 1024
 """Bytes of events that wait for their tokens; a worker that sends more has stopped reporting tokens."""
 
 _COMMENT = b"\n: baton-"
+_USUAL = re.compile(rb"(data: [^\n]{%d,}\n\n)%b([0-9]+)\n\n" % (TAIL, TOKENS))
+"""One event and its token, as most of a stream arrives."""
 _BEGINS = b"\n" + BEGINS
 _beginning = msgspec.json.Decoder(Beginning)
 
@@ -74,15 +77,22 @@ class ResumableStream(EventStream):
         return Resumption(self._begun, tokens, self._ended)
 
     def push(self, piece: bytes) -> bytes:
+        if self._begun is not None and len(self._waiting) == 1 and not self._rest:
+            usual = _USUAL.fullmatch(piece)
+            if usual is not None:  # the same as below, in half of the time
+                events, number = usual.groups()
+                self._numbers += number + b","
+                self.tokens += 1
+                self._tail = events[-TAIL:]
+                return events
         return super().push(self._with_tokens(piece) if self._watching else piece)
 
     def finish(self) -> bytes:
         rest, self._waiting = self._waiting[1:], b"\n"
         return super().push(rest) + super().finish()
 
-    def _read_usage(self, piece: bytes) -> None:
-        if self._begun is None:  # else its comments have the count
-            super()._read_usage(piece)
+    def _take_counts(self, lines: bytes) -> bytes:
+        return super()._take_counts(lines) if self._begun is None else lines  # its comments were noted
 
     def error(self, error: BatonError) -> bytes:
         """Return the worker's own error, if it reported one."""
