@@ -57,12 +57,15 @@ def make_mtp(folder: Path, variant: str = "deepseek-v3", *, right: bool = False,
     return folder
 
 
-def make_eagle3(folder: Path, model: Path, *, right: bool = False, **config: Any) -> Path:
+def make_eagle3(
+    folder: Path, model: Path, *, right: bool = False, speculators: bool = False, **config: Any
+) -> Path:
     """
     Return an EAGLE-3 head for `model`, of 7 layers or more, with random weights.
 
     `right`: both predict the token with the next number. The head does so from the last state, so that only
-    the first token of its drafts is right.
+    the first token of its drafts is right. `speculators`: with the names and the configuration of vLLM's
+    library.
     """
     of_model, generator = load_file(model / FILE), torch.Generator().manual_seed(6)
     n, f, heads, kv_heads = SIZES["hidden_size"], 80, 4, 2
@@ -100,9 +103,15 @@ def make_eagle3(folder: Path, model: Path, *, right: bool = False, **config: Any
         tensors["fc.weight"] = torch.cat((torch.eye(n), torch.zeros(n, 2 * n)), dim=1)
         tensors["norm.weight"] = torch.ones(n)
         tensors["lm_head.weight"] = of_model["model.embed_tokens.weight"].roll(2, 0)
+    if config.get("norm_before_fc"):
+        tensors["input_norm.weight"] = _around_one(3 * n, generator)
+    if config.get("fc_norm"):
+        tensors |= {f"fc_norm.{number}.weight": _around_one(n, generator) for number in range(3)}
+    if speculators:
+        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     folder.mkdir()
     save_file(tensors, folder / FILE, {"format": "pt"})
-    settings = {
+    settings: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "vocab_size": VOCAB,
         "draft_vocab_size": len(tokens),
@@ -115,6 +124,14 @@ def make_eagle3(folder: Path, model: Path, *, right: bool = False, **config: Any
         "rms_norm_eps": 1e-6,
         "rope_theta": 5000.0,
     }
+    if speculators:
+        drafted = settings.pop("draft_vocab_size")
+        settings = {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "draft_vocab_size": drafted,
+            "transformer_layer_config": settings | {"model_type": "llama"},
+        }
     (folder / "config.json").write_text(json.dumps(settings | config))
     return folder
 
@@ -173,11 +190,21 @@ LAYERS = (1, 3, 5)
 def make_heads(root: Path) -> Folders:
     """Return a model with random weights for each kind of head."""
     model = make_model(root / "llama", num_hidden_layers=6)
-    auxiliary = {"eagle_aux_hidden_state_layer_ids": list(LAYERS)}
+    auxiliary = "eagle_aux_hidden_state_layer_ids"
+    outputs = {auxiliary: [number - 1 for number in LAYERS]}
+    inputs: dict[str, Any] = {auxiliary: list(LAYERS), "speculators": True}
     return {
         "mtp": (make_mtp(root / "deepseek"), None),
         "mtp of glm": (make_mtp(root / "glm", "glm4 with experts"), None),
-        "eagle3": (model, make_eagle3(root / "eagle3", model, eagle_config=auxiliary)),
+        "eagle3": (model, make_eagle3(root / "eagle3", model, eagle_config=outputs)),
+        "eagle3 with a norm of its inputs": (
+            model,
+            make_eagle3(root / "joined", model, norm_before_fc=True, norm_output=True, **inputs),
+        ),
+        "eagle3 with norms of its inputs": (
+            model,
+            make_eagle3(root / "each", model, fc_norm=True, norm_before_residual=False, **inputs),
+        ),
     }
 
 

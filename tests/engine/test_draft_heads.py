@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -113,14 +114,24 @@ def eagle3_reference(
     """Return the logits [V] of each draft token, from the formulas of EAGLE-3."""
     assert head is not None
     whole, inputs, _ = by_transformers(model, tokens)
-    own = load_file(head / FILE)
+    stored = load_file(head / FILE)
+    own = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in stored.items()}
     n, heads, kv_heads, d = 64, 4, 2, 16
-    states = functional.linear(torch.cat([inputs[number] for number in LAYERS], -1), own["fc.weight"])
+    config = json.loads((head / "config.json").read_text())
+    parts = [inputs[number] for number in LAYERS]
+    if config.get("fc_norm"):
+        parts = [rms(part, own[f"fc_norm.{number}.weight"]) for number, part in enumerate(parts)]
+    joined = torch.cat(parts, -1)
+    if config.get("norm_before_fc"):
+        joined = rms(joined, own["input_norm.weight"])
+    states = functional.linear(joined, own["fc.weight"])
+    normed_residual = config.get("norm_before_residual", "speculators_model_type" in config)
     embeddings = whole.model.embed_tokens(torch.tensor([*tokens, *drafted]))
     previous, logits = states[:-1], []
     for number in range(len(drafted) + 1):
         embedded = rms(embeddings[1 : len(tokens) + number], own["midlayer.input_layernorm.weight"])
-        x = torch.cat((embedded, rms(previous, own["midlayer.hidden_norm.weight"])), dim=-1)
+        normed = rms(previous, own["midlayer.hidden_norm.weight"])
+        x = torch.cat((embedded, normed), dim=-1)
         length = len(x)
 
         def projected(name: str, count: int) -> Tensor:
@@ -139,22 +150,30 @@ def eagle3_reference(
         scores = turned(q) @ k.transpose(1, 2) / d**0.5
         scores = scores + torch.full((length, length), -torch.inf).triu(1)
         mixed = (scores.softmax(-1) @ v).transpose(0, 1).reshape(length, heads * d)
-        result = previous + functional.linear(mixed, own["midlayer.self_attn.o_proj.weight"])
+        residual = normed if normed_residual else previous
+        result = residual + functional.linear(mixed, own["midlayer.self_attn.o_proj.weight"])
         normed = rms(result, own["midlayer.post_attention_layernorm.weight"])
         gate, up = (
             functional.linear(normed, own[f"midlayer.mlp.{name}.weight"]) for name in ("gate_proj", "up_proj")
         )
         result = result + functional.linear(functional.silu(gate) * up, own["midlayer.mlp.down_proj.weight"])
-        of_head = functional.linear(rms(result[-1], own["norm.weight"]), own["lm_head.weight"])
+        last = rms(result[-1:], own["norm.weight"])
+        of_head = functional.linear(last[0], own["lm_head.weight"])
         of_all = torch.full((VOCAB,), -torch.inf)
         of_all[own["t2d"]] = of_head
         logits.append(of_all)
-        previous = torch.cat((previous, result[-1:]))
+        previous = torch.cat((previous, last if config.get("norm_output") else result[-1:]))
     assert n == previous.shape[1]
     return logits
 
 
-REFERENCES = {"mtp": mtp_reference, "mtp of glm": mtp_reference, "eagle3": eagle3_reference}
+REFERENCES = {
+    "mtp": mtp_reference,
+    "mtp of glm": mtp_reference,
+    "eagle3": eagle3_reference,
+    "eagle3 with a norm of its inputs": eagle3_reference,
+    "eagle3 with norms of its inputs": eagle3_reference,
+}
 
 
 @pytest.mark.parametrize("kind", REFERENCES)

@@ -91,10 +91,14 @@ async def test_draft_head_of_a_worker_drafts(kind: str, tmp_path: Path) -> None:
         ({"target_hidden_size": 96}, "for a target of hidden size 96, and the model has 64"),
         ({"num_hidden_layers": 2}, "a head of 2 layers of LlamaForCausalLM is not supported"),
         (
-            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3, 8]}},
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 7]}},
             r"needs inputs of layers \[2, 3, 8\], but the model has layers 0 to 7",
         ),
         ({"draft_vocab_size": 100}, r"lm_head.weight has shape \[200, 64\], .* require \[100, 64\]"),
+        (
+            {"norm_before_fc": True, "fc_norm": True},
+            "or with both norm_before_fc and fc_norm",
+        ),
         ({"architectures": ["X"], "draft_vocab_size": None}, "neither such an architecture nor draft_vocab"),
     ],
 )
@@ -110,6 +114,32 @@ async def test_eagle3_head_that_does_not_fit_is_refused(
     with pytest.raises(SetupError, match=message):
         async with open_worker(WorkerSettings.model_validate(settings)):
             pass
+
+
+async def test_eagle3_head_with_other_tensors_is_refused(tmp_path: Path) -> None:
+    """A head whose configuration lacks an option would draft badly, and nothing would say why."""
+    model = make_model(tmp_path / "model", num_hidden_layers=8)
+    head = make_eagle3(tmp_path / "head", model, fc_norm=True)
+    drop_config(head, "fc_norm")
+    settings = {"model": str(model), "speculation": "eagle3", "draft_model": str(head), "device": "cpu"}
+    with pytest.raises(
+        SetupError, match=r"tensor fc_norm.0.weight, one of 3, is not part of an EAGLE-3 head"
+    ):
+        async with open_worker(WorkerSettings.model_validate(settings)):
+            pass
+
+
+async def test_workers_of_a_pair_load_the_same_head(tmp_path: Path) -> None:
+    """Otherwise they would not pair. A prefill worker computes the head's part of blocks, but no drafts."""
+    model = str(make_mtp(tmp_path / "model"))
+    usual: dict[str, Any] = {"model": model, "device": "cpu", "dtype": "float32", "kv_cache_memory": "8MiB"}
+    usual["transfer"] = "loopback"
+    digests = []
+    for role, speculation in (("prefill", "mtp"), ("decode", "mtp"), ("decode", "off")):
+        settings = WorkerSettings.model_validate({**usual, "role": role, "speculation": speculation})
+        async with open_worker(settings) as worker:
+            digests.append(worker.compatibility.digest)
+    assert digests[0] == digests[1] != digests[2]
 
 
 async def test_mtp_of_a_model_without_such_a_layer_is_refused(tmp_path: Path) -> None:

@@ -302,8 +302,12 @@ class HeadSpec:
     """The layer as a model of one layer. Its vocabulary is that of the head's logits."""
     inputs: tuple[int, ...] = ()
     """eagle3: layers of the model whose inputs make a state. mtp: empty, a state is after the final norm."""
+    input_norm: Literal["none", "joined", "each"] = "none"
+    """eagle3: whether these inputs are normalized together, or each of them."""
     normed_residual: bool = False
     """eagle3: whether the residual begins with the normalized state."""
+    normed_states: bool = False
+    """eagle3: whether the head's own states are normalized before they are states of further tokens."""
 
     def __str__(self) -> str:
         """What distinguishes heads in an error, and in the digest of `Compatibility`."""

@@ -44,8 +44,7 @@ def test_captured_head_computes_what_a_plain_one_does(tmp_path: Path) -> None:
     Draft tokens of the first row cross the border of two blocks. The second draft goes on with one row.
     """
     folder = make_model(tmp_path / "model", num_hidden_layers=3)
-    auxiliary = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
-    head_folder = make_eagle3(tmp_path / "head", folder, eagle_config=auxiliary)
+    head_folder = make_eagle3(tmp_path / "head", folder, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
     plain = decoder_of(folder, head_folder)
     kernels, captured = (decoder_of(folder, head_folder, AcceleratorOps) for _ in range(2))
     caches = [KVCache(plain.spec, 6, torch.float32, CPU) for _ in range(3)]

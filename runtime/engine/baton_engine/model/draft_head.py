@@ -7,8 +7,8 @@ attends to it. Further tokens are predicted from the head's own states.
 
 - An MTP layer is part of the checkpoint. A state is the model's output after the final norm; embedding and
   output head are the model's. https://arxiv.org/abs/2412.19437, section 2.2
-- An EAGLE-3 head is a checkpoint of its own. A state is a projection of the inputs of three layers of the
-  model. The head may have fewer tokens than the model. https://arxiv.org/abs/2503.01840
+- An EAGLE-3 head is a checkpoint of its own. A state is a projection of the inputs of some layers of the
+  model, mostly three. The head may have fewer tokens than the model. https://arxiv.org/abs/2503.01840
 
 `store` computes the head's keys and values of all tokens of a pass, beside the model. So the head has those
 of each block that the model has, wherever it was computed. Keys and values of position p depend on the tokens
@@ -56,6 +56,7 @@ class DraftHead:
         self._layer: Layer = laid_out(weights.layer, spec.layer, 0, ops, device)
         self._rotary = Rotary(spec.layer, device)
         self._joint = ops.prepare(weights.joint.to(device))
+        self._input_norms = [norm.to(device) for norm in weights.input_norms]
         self._embedding_norm = weights.embedding_norm.to(device)
         self._state_norm = weights.state_norm.to(device)
         self._norm = weights.norm.to(device)
@@ -83,7 +84,16 @@ class DraftHead:
 
     def state_of(self, final: Tensor, inputs: Sequence[Tensor]) -> Tensor:
         """Return the states [T, N] of a pass: from those after the final norm, or from inputs of layers."""
-        return self._joint(torch.cat(list(inputs), dim=-1)) if inputs else final
+        if not inputs:
+            return final
+        norm, epsilon = self._ops.rms_norm, self.spec.layer.norm_epsilon
+        parts = list(inputs)
+        if self.spec.input_norm == "each":
+            parts = [norm(part, own, epsilon) for part, own in zip(parts, self._input_norms, strict=True)]
+        joined = torch.cat(parts, dim=-1)
+        if self.spec.input_norm == "joined":
+            joined = norm(joined, self._input_norms[0], epsilon)
+        return self._joint(joined)
 
     def store(self, states: Tensor, batch: Batch, cache: KVCache) -> None:
         """Write the head's keys and values of all tokens of a pass, and its last states [T, N]."""
@@ -125,8 +135,9 @@ class DraftHead:
         assert layer.mlp_norm is not None
         x, residual = ops.add_rms_norm(layer.output(x), residual, layer.mlp_norm, epsilon)
         residual = residual + self._mlp(x)
-        self._states[: batch.size] = residual
-        logits = self._project(ops.rms_norm(residual, self._norm, epsilon))
+        normed = ops.rms_norm(residual, self._norm, epsilon)
+        self._states[: batch.size] = normed if self.spec.normed_states else residual
+        logits = self._project(normed)
         if self._tokens is None:
             return logits
         return logits.new_full((len(logits), self._vocab), -torch.inf).index_copy_(1, self._tokens, logits)

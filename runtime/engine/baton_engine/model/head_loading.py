@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,8 +17,13 @@ from baton_engine.model.safetensors import SafetensorsFolder
 from baton_engine.model.weights import HeadWeights, LayerWeights
 from baton_engine.spec import HeadSpec, ModelSpec
 
-INPUTS = 3
-"""Layers of the model whose inputs make a state of EAGLE-3."""
+SPECULATORS = "speculators_model_type"
+"""Key of configurations that vLLM's library speculators writes."""
+
+LAYERS = "eagle_aux_hidden_state_layer_ids"
+
+UNUSED = ("t2d", "rotary_emb.inv_freq", "embed_tokens.weight")
+"""Endings of tensors of EAGLE-3 heads that need not be read: `d2t` says the same, or the model has them."""
 
 
 def mtp_head(spec: ModelSpec, checkpoint: Checkpoint) -> HeadSpec:
@@ -36,7 +42,7 @@ def mtp_head(spec: ModelSpec, checkpoint: Checkpoint) -> HeadSpec:
 def is_eagle3(config: Mapping[str, Any]) -> bool:
     """Return whether a `config.json` is that of an EAGLE-3 head."""
     names = " ".join(map(str, config.get("architectures") or ())).lower()
-    return "eagle3" in names or "draft_vocab_size" in config
+    return "eagle3" in names or "draft_vocab_size" in config or config.get(SPECULATORS) == "eagle3"
 
 
 def eagle3_head(spec: ModelSpec, checkpoint: Checkpoint) -> HeadSpec:
@@ -50,8 +56,8 @@ def eagle3_head(spec: ModelSpec, checkpoint: Checkpoint) -> HeadSpec:
             f"{path} is not that of an EAGLE-3 head: it has neither such an architecture nor "
             "draft_vocab_size. Use --speculation draft for a smaller model."
         )
-    names = [str(name).replace("Eagle3", "") for name in config.get("architectures") or ()]
-    layer = configuration.spec_of({**config, "architectures": names}, str(path))
+    config = _flat(config)
+    layer = configuration.spec_of(config, str(path))
     if layer.architecture != "LlamaForCausalLM" or layer.layers != 1:
         raise SetupError(
             f"{path}: a head of {layer.layers} layers of {layer.architecture} is not supported. Supported: "
@@ -61,12 +67,40 @@ def eagle3_head(spec: ModelSpec, checkpoint: Checkpoint) -> HeadSpec:
     width = int(config.get("target_hidden_size") or layer.hidden)
     _compare(path.parent.name, "a target of hidden size {}", width, spec.hidden)
     layer = replace(layer, vocab=int(config.get("draft_vocab_size") or layer.vocab))
+    norms = {"joined": config.get("norm_before_fc"), "each": config.get("fc_norm")}
+    chosen: list[Any] = [name for name, is_set in norms.items() if is_set]
+    if len(chosen) > 1 or config.get("use_aux_hidden_state") is False:
+        raise SetupError(
+            f"{path}: a head without inputs of layers (use_aux_hidden_state false), or with both "
+            "norm_before_fc and fc_norm, is not supported. Use another head."
+        )
     return HeadSpec(
         kind="eagle3",
         layer=_alone(layer),
         inputs=_inputs(config, spec.layers, str(path)),
+        input_norm=chosen[0] if chosen else "none",
         normed_residual=bool(config.get("norm_before_residual", False)),
+        normed_states=bool(config.get("norm_output", False)),
     )
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Return a configuration with Llama's keys and all options at the top, for the three kinds that there are.
+
+    That of EAGLE's authors has them there. SGLang's and NVIDIA's have some in `eagle_config`, where a layer's
+    number is that of its output. speculators' have the layer in `transformer_layer_config`.
+    """
+    flat = {**config, **(config.get("transformer_layer_config") or {})}
+    if config.get(SPECULATORS):
+        flat = {"norm_before_residual": True} | flat
+    nested = dict(config.get("eagle_config") or {})
+    if ids := nested.pop(LAYERS, None):
+        flat[LAYERS] = [int(number) + 1 for number in ids]
+    names = [str(name).replace("Eagle3", "") for name in config.get("architectures") or ()]
+    if config.get(SPECULATORS) and flat.get("model_type") == "llama":
+        names = ["LlamaForCausalLM"]
+    return flat | nested | {"architectures": names}
 
 
 def _compare(name: str, what: str, head: int, model: int) -> None:
@@ -78,14 +112,13 @@ def _compare(name: str, what: str, head: int, model: int) -> None:
 
 
 def _inputs(config: Mapping[str, Any], layers: int, source: str) -> tuple[int, ...]:
-    """Return the layers whose inputs make a state: given, or the EAGLE-3 paper's choice."""
-    given = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    inputs = tuple(int(number) for number in given or (2, layers // 2, layers - 3))
-    ascending = len(inputs) == INPUTS and inputs[0] < inputs[1] < inputs[2]
+    """Return the layers whose inputs make a state: given, or the choice of EAGLE-3's authors."""
+    inputs = tuple(int(number) for number in config.get(LAYERS) or (2, layers // 2, layers - 3))
+    ascending = all(one < following for one, following in pairwise(inputs))
     if not ascending or inputs[0] < 0 or inputs[-1] >= layers:
         raise SetupError(
             f"{source}: the head needs inputs of layers {list(inputs)}, but the model has layers 0 to "
-            f"{layers - 1}. Three different ones are expected, in ascending order."
+            f"{layers - 1}. Different ones are expected, in ascending order."
         )
     return inputs
 
@@ -125,12 +158,18 @@ def load_eagle3(
             [source.read(f"midlayer.mlp.{name}.{kind}", f, *inputs) for name in ("gate_proj", "up_proj")]
         )
 
-    f = layer.intermediate
+    f, count = layer.intermediate, len(head.inputs)
+    norms = {
+        "none": {},
+        "joined": {"input_norm": count * spec.hidden},
+        "each": {f"fc_norm.{number}": spec.hidden for number in range(count)},
+    }[head.input_norm]
     shared = vocab == spec.vocab and n == spec.hidden
     has_head = source.has("lm_head.weight") or not shared
     has_embedding = source.has("embed_tokens.weight") or n != spec.hidden
-    return HeadWeights(
-        joint=source.read("fc.weight", n, INPUTS * spec.hidden),
+    weights = HeadWeights(
+        joint=source.read("fc.weight", n, count * spec.hidden),
+        input_norms=[source.read(f"{name}.weight", size) for name, size in norms.items()],
         embedding_norm=source.read("midlayer.input_layernorm.weight", n),
         state_norm=source.read("midlayer.hidden_norm.weight", n),
         layer=LayerWeights(
@@ -152,6 +191,8 @@ def load_eagle3(
         head=source.read("lm_head.weight", vocab, n) if has_head else None,
         tokens=source.tokens(vocab, spec.vocab),
     )
+    source.check_rest()
+    return weights
 
 
 class _Tensors:
@@ -164,6 +205,7 @@ class _Tensors:
             name.removeprefix("model.").replace("layers.0.", "midlayer."): name
             for name in self._source.shapes
         }
+        self._read: set[str] = set()
 
     def has(self, name: str) -> bool:
         return name in self._stored
@@ -186,7 +228,17 @@ class _Tensors:
             )
         return tokens
 
+    def check_rest(self) -> None:
+        """Raise SetupError if there are tensors that were not read, and change what the head computes."""
+        rest = [name for name in self._stored if name not in self._read and not name.endswith(UNUSED)]
+        if rest:
+            raise SetupError(
+                f"{self._source.name}: tensor {rest[0]}, one of {len(rest)}, is not part of an EAGLE-3 head "
+                "with this configuration. Its drafts would be wrong. Use another head."
+            )
+
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        self._read.add(name)
         if name not in self._stored:
             raise SetupError(
                 f"{self._source.name} has no tensor {name}, which an EAGLE-3 head needs. Download it again."

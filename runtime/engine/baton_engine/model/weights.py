@@ -219,7 +219,9 @@ class HeadWeights:
     """Weights of a draft head. N: its hidden size, V: its tokens."""
 
     joint: Matrix
-    """mtp: [N, 2N], of an embedding and a state. eagle3: [N, 3 times that of the model], of a state."""
+    """mtp: [N, 2N], of an embedding and a state. eagle3: [N, I times that of the model], of I inputs."""
+    input_norms: Sequence[Tensor] = ()
+    """eagle3: those of `HeadSpec.input_norm`."""
     embedding_norm: Tensor
     """[N]"""
     state_norm: Tensor
@@ -243,6 +245,8 @@ class HeadWeights:
                 for inner in fields(value):
                     if (tensor := getattr(value, inner.name)) is not None:
                         yield f"head.layer.{inner.name}", tensor
+            elif part.name == "input_norms":
+                yield from ((f"head.{part.name}.{number}", norm) for number, norm in enumerate(value))
             elif value is not None:
                 yield f"head.{part.name}", value
 
