@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import transformers
 
 from baton_api.sampling import SamplingParams
 from baton_engine import LLM
-from baton_engine.quantized import Format, quantize
+from baton_engine.quantized import Format, Quantized, pack_float8, quantize
 from baton_engine.requests import Request
 from baton_engine.settings import WorkerSettings
 from baton_engine.worker import open_worker
@@ -71,6 +72,22 @@ def test_conversion_on_a_device_has_the_bits_of_the_cpu(form: Format) -> None:
         (expected,) = quantize(values, form).parts
         assert ours.rows.is_cuda
         assert torch.equal(ours.rows.cpu(), expected.rows)
+
+
+@pytest.mark.parametrize("group", [128, 1024])
+def test_product_in_float8_on_a_device_is_near_the_exact_one(group: int) -> None:
+    """By what rounding the inputs changes, if the device multiplies in FP8 at all; without it, closer."""
+    from baton_engine.ops.kernels.quantized import EXPANDED_ROWS, QuantizedLinear
+
+    generator = torch.Generator().manual_seed(3)
+    numbers = torch.randn(96, 1024, generator=generator).to(torch.float8_e4m3fn)
+    scales = 0.01 + torch.rand(96, 1024 // group, generator=generator) / 100
+    (part,) = pack_float8(numbers.view(torch.uint8), scales, group).parts
+    matrix = Quantized((replace(part, rounds_inputs=True),), 1024).to(torch.device("cuda"))
+    x = torch.randn(EXPANDED_ROWS + 9, 1024, generator=generator).bfloat16()
+    exact = x.double() @ (numbers.double() * scales.double().repeat_interleave(group, 1)).T
+    product = QuantizedLinear(matrix)(x.cuda()).double().cpu()
+    assert (product - exact).norm() < 0.05 * exact.norm()
 
 
 async def test_tier_behind_a_device_gives_the_computed_tokens_back(tmp_path: Path) -> None:
