@@ -30,6 +30,7 @@ from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.kernels import quantized, sampling, scaled
 from baton_engine.ops.kernels.checksums import mixed_sums
 from baton_engine.ops.kernels.quantized import QuantizedLinear
+from baton_engine.ops.plain import PlainLinear
 from baton_engine.ops.token_weights import TokenRule
 from baton_engine.quantized import Format, Quantized, QuantizedPart
 from baton_engine.spec import ModelSpec
@@ -185,7 +186,7 @@ def rounding_launches() -> list[Launch]:
 def adapter_launches(dtype: torch.dtype) -> list[Launch]:
     """Return what the adapters of a layer launch for prompts of two lengths, and in a captured pass."""
     captured = capturing()
-    spec = tiny_spec(hidden=4096)
+    spec = tiny_spec(hidden=4096, intermediate=14336)
     ops = AcceleratorOps(spec)
     a, b = torch.zeros(16, 4096, dtype=dtype), torch.zeros(4096, 16, dtype=dtype)
     layers = ({"output": LowRankLinear(a, (LowRankOutputs(0, 0, b),))},) * spec.layers
@@ -197,6 +198,8 @@ def adapter_launches(dtype: torch.dtype) -> list[Launch]:
         adapted = ops.adapted(batch, wanted=False)
         assert adapted is not None
         adapted.add(x.clone(), x, 0, "output")
+        gate_up = torch.zeros(batch.size, 2 * spec.intermediate, dtype=dtype)
+        adapted.mlp(gate_up, x, 0, PlainLinear(torch.zeros(4096, spec.intermediate, dtype=dtype), None))
     return captured
 
 

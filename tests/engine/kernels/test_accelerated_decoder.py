@@ -23,7 +23,7 @@ from baton_engine.ops.plain import PlainOps
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings
 from baton_engine.spec import LatentSpec
-from benchmarks.launches import EXPERTS, per_layer, replayed, select
+from benchmarks.launches import EXPERTS, Rows, per_layer, replayed, select
 from benchmarks.launches import step as count_step
 from tests.engine.fake_graphs import FakeGraphs
 from tests.engine.fake_streams import on_device
@@ -121,6 +121,12 @@ def test_decode_step_launches_of_a_rank() -> None:
     assert per_layer(AcceleratorOps, ranks=2) == (12, 19)
     counted = replayed("graph", AcceleratorOps, select, ranks=2)
     assert (counted.layer, counted.beside, counted.greedy, counted.copies, counted.waits) == (0, 1, 2, 3, 1)
+
+
+def test_decode_step_launches_of_adapters() -> None:
+    """Six launches of a layer more, whatever adapters the rows have."""
+    counts = [per_layer(AcceleratorOps, rows=Rows((3, 20), adapters)) for adapters in (1, 2)]
+    assert counts == [(16, 7)] * 2
 
 
 def test_decode_step_moves_each_input_once() -> None:

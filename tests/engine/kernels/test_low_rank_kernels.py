@@ -17,8 +17,17 @@ from baton_engine.batch import Batch, BatchRow, StaticBatch
 from baton_engine.model.lora import LowRank, low_rank_linears
 from baton_engine.ops import LowRankLinear, Ops
 from baton_engine.ops.accelerator import AcceleratorOps
-from baton_engine.ops.kernels.low_rank import COLUMNS, FEW_TOKENS, MANY_TOKENS, PROGRAMS, SLOTS, SPLIT
-from baton_engine.ops.plain import PlainOps
+from baton_engine.ops.kernels.low_rank import (
+    COLUMNS,
+    FEW_TOKENS,
+    GATED_COLUMNS,
+    MANY_TOKENS,
+    PROGRAMS,
+    ROW_SPLIT,
+    SLOTS,
+    SPLIT,
+)
+from baton_engine.ops.plain import PlainLinear, PlainOps
 from baton_engine.spec import ModelSpec
 from tests.engine.kernels.cases import DEVICE
 from tests.engine.random_weights import tiny_spec
@@ -101,6 +110,13 @@ def assert_same(
         torch.testing.assert_close(ours, plain, atol=2e-5, rtol=2e-5)
         if linear == "qkv":  # every adapter has a part of it
             assert not torch.equal(plain, result)
+    x = torch.randn((tokens, spec.hidden), generator=generator).to(DEVICE)
+    gate_up = torch.randn((tokens, 2 * spec.intermediate), generator=generator).to(DEVICE)
+    down = PlainLinear(
+        torch.randn((spec.hidden, spec.intermediate), generator=generator).to(DEVICE) / 9, None
+    )
+    ours, plain = (one.mlp(gate_up.clone(), x, 1, down) for one in rows if one is not None)
+    torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +158,34 @@ def test_adapters_of_any_batch(seed: int) -> None:
 def test_batch_without_adapters_launches_nothing() -> None:
     ops: Ops = AcceleratorOps(SPEC)
     assert ops.adapted(batch_with([None, None], [1, 5]), wanted=False) is None
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_mlp_of_captured_rows_equals_plain_operations(activation: Any) -> None:
+    """Of inputs and results of several programs; one row has no adapter, and the last one no token."""
+    sizes = {"hidden": ROW_SPLIT + 8, "intermediate": GATED_COLUMNS + 36}
+    spec = tiny_spec(heads=2, kv_heads=1, head_dim=16, activation=activation, **sizes)
+    layers = [adapter(spec, ranks, seed) for seed, ranks in enumerate(ADAPTERS)]
+    chosen = [2, None, 0, 1]
+    kernels, plain = AcceleratorOps(spec), PlainOps(spec)
+    rows = []
+    for ops in (kernels, plain):
+        placed = [ops.place_adapter(one) for one in layers]
+        rows.append(batch_with([None if one is None else placed[one] for one in chosen], [1] * 4))
+    static = StaticBatch(5, 4, 256, 16, DEVICE, adapter_rank=70)
+    static.load(rows[0].values, rows[0].token_tables, adapters=rows[0].token_adapters)
+    ours, theirs = kernels.adapted(static, wanted=False), plain.adapted(rows[1], wanted=False)
+    assert ours is not None and theirs is not None
+    generator = torch.Generator().manual_seed(3)
+    x, gate_up, weight = (
+        torch.randn(shape, generator=generator).to(DEVICE) / 9
+        for shape in ((5, spec.hidden), (5, 2 * spec.intermediate), (spec.hidden, spec.intermediate))
+    )
+    result = ours.mlp(gate_up.clone(), x, 1, PlainLinear(weight, None))
+    expected = theirs.mlp(gate_up[:4].clone(), x[:4], 1, PlainLinear(weight, None))
+    torch.testing.assert_close(result[:4], expected, atol=2e-5, rtol=2e-5)
+    without = plain.gated(gate_up) @ weight.T
+    torch.testing.assert_close(result[[1, 4]], without[[1, 4]], atol=2e-5, rtol=2e-5)
 
 
 def test_static_rows_have_the_adapters_that_are_loaded_into_them() -> None:

@@ -259,8 +259,11 @@ class Decoder:
         if layer.gate_up is None or layer.down is None:
             assert layer.experts is not None
             return layer.experts(x)
-        gated = self.ops.gated(_with_adapters(layer.gate_up(x), x, adapted, number, "gate_up"))
-        dense = _with_adapters(layer.down(gated), gated, adapted, number, "down")
+        gate_up = layer.gate_up(x)
+        if adapted is None:
+            dense = layer.down(self.ops.gated(gate_up))
+        else:
+            dense = adapted.mlp(gate_up, x, number, layer.down)
         return dense if layer.experts is None else dense.add_(layer.experts(x))
 
 

@@ -86,6 +86,14 @@ class AdaptedRows(Protocol):
         """Add the adapters' parts to `result` [T, out] of a linear of `x` [T, in]. Returns `result`."""
         ...
 
+    def mlp(self, gate_up: Tensor, x: Tensor, layer: int, down: Linear) -> Tensor:
+        """
+        Return an MLP with the adapters' parts, [T, N].
+
+        `gate_up` [T, 2F], the result of the gate and up projections of `x`, is overwritten.
+        """
+        ...
+
 
 class Ops(Protocol):
     """

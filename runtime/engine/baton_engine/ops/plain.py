@@ -11,7 +11,7 @@ faster; `CpuOps` is used if they cannot be built.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -55,6 +55,12 @@ class PlainAdaptedRows:
     """The tokens of each row with an adapter, one row after the other."""
 
     spans: Sequence[tuple[slice, PlainAdapter]]
+    gated: Callable[[Tensor], Tensor]
+    """`Ops.gated`."""
+
+    def mlp(self, gate_up: Tensor, x: Tensor, layer: int, down: Linear) -> Tensor:
+        gated = self.gated(self.add(gate_up, x, layer, "gate_up"))
+        return self.add(down(gated), gated, layer, "down")
 
     def add(self, result: Tensor, x: Tensor, layer: int, linear: str) -> Tensor:
         for tokens, adapter in self.spans:
@@ -132,7 +138,7 @@ class PlainOps:
 
     def adapted(self, batch: Batch, *, wanted: bool) -> AdaptedRows | None:
         spans = batch.adapted(wanted=wanted)
-        return PlainAdaptedRows(spans) if spans else None
+        return PlainAdaptedRows(spans, self.gated) if spans else None
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         exact = x.to(weight.dtype)

@@ -90,20 +90,24 @@ def _tanh(x):
 
 
 @triton.jit
-def _gated(gate_up, result, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < size
-    gate = tl.load(gate_up + row * 2 * size + column, mask=inside, other=0.0)
-    up = tl.load(gate_up + row * 2 * size + size + column, mask=inside, other=0.0)
+def gated_product(gate, up, GELU: tl.constexpr):
     x = gate.to(tl.float32)
     if GELU:
         # sqrt(2 / pi) and the cubic term of https://arxiv.org/abs/1606.08415
         active = 0.5 * x * (1 + _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
     else:
         active = x * tl.sigmoid(x)
-    product = active.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
-    tl.store(result + row * size + column, product.to(gate.dtype), mask=inside)
+    return (active.to(gate.dtype).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
+def _gated(gate_up, result, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    gate = tl.load(gate_up + row * 2 * size + column, mask=inside, other=0.0)
+    up = tl.load(gate_up + row * 2 * size + size + column, mask=inside, other=0.0)
+    tl.store(result + row * size + column, gated_product(gate, up, GELU), mask=inside)
 
 
 def gated(gate_up: Tensor, gelu: bool) -> Tensor:

@@ -1,6 +1,7 @@
 """
 LoRA adapters: for each linear of a layer one launch shrinks its input to the ranks, and one expands it.
 
+In rows of one token, the activation of an MLP expands its inputs and shrinks its results in the same launch.
 Adapters are looked up by their slot in a table on the device. So the launches do not depend on which adapters
 a batch has, or on how many rows each of them has, and captured passes repeat them for others.
 https://arxiv.org/abs/2310.18547, https://arxiv.org/abs/2311.03285
@@ -21,7 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton_engine.batch import Batch, StaticBatch
-from baton_engine.ops import LowRankLinear
+from baton_engine.ops import Linear, LowRankLinear
+from baton_engine.ops.kernels import layers
+from baton_engine.ops.kernels.layers import gated_product
 from baton_engine.spec import ModelSpec
 from baton_engine.streams import copied
 
@@ -53,6 +56,9 @@ SPLIT = 1024
 
 ROW_SPLIT, ROW_RANKS = 512, 16
 """Inputs and ranks of a program, where each tile is one token."""
+
+GATED_COLUMNS = 256
+"""Results of an activation that one program computes, where each tile is one token."""
 
 
 @triton.jit
@@ -166,6 +172,34 @@ def _shrink_rows(
 
 
 @triton.jit
+def _expanded(
+    source, fields, row, valid, split_stride, splits,
+    SPLITS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Return the products [COLUMNS] of one token's shrunk splits at `source` with some rows of a part's B."""
+    weights = tl.load(fields).to(tl.pointer_type(DTYPE))
+    offset = tl.load(fields + 1).to(tl.int32)
+    rows = tl.load(fields + 2).to(tl.int32)
+    split = tl.arange(0, SPLITS)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for first in range(0, rows, RANKS):
+        rank = first + tl.arange(0, RANKS)
+        used = rank < rows
+        parts = tl.load(
+            source + split.to(tl.int64)[:, None] * split_stride + offset + rank[None, :],
+            mask=(split < splits)[:, None] & used[None, :],
+            other=0.0,
+        )
+        factors = tl.load(
+            weights + row.to(tl.int64)[:, None] * rows + rank[None, :],
+            mask=valid[:, None] & used[None, :],
+            other=0.0,
+        )
+        total += tl.sum(factors.to(tl.float32) * tl.sum(parts, axis=0)[None, :], axis=1)
+    return total
+
+
+@triton.jit
 def _expand_rows(
     result, shrunk, entries, table, tiles, result_stride, splits, count, ranks,
     SLOT_FIELDS: tl.constexpr, PART_FIELDS: tl.constexpr, SPLITS: tl.constexpr, RANKS: tl.constexpr,
@@ -177,32 +211,66 @@ def _expand_rows(
     if slot >= 0:
         tile = tiles + tl.program_id(1) * 4
         fields = table + slot * SLOT_FIELDS + 2 + tl.load(tile + 2) * PART_FIELDS
-        b = tl.load(fields)
-        if b != 0:
-            weights = b.to(tl.pointer_type(result.dtype.element_ty))
-            offset = tl.load(fields + 1).to(tl.int32)
-            rows = tl.load(fields + 2).to(tl.int32)
+        if tl.load(fields) != 0:
             output = tl.load(tile) + tl.arange(0, COLUMNS)
             valid = output < tl.load(tile + 1)
-            row = output - tl.load(tile + 3)
-            split = tl.arange(0, SPLITS)
-            source = shrunk + (split * count + entry).to(tl.int64)[:, None] * ranks + offset
-            total = tl.zeros([COLUMNS], tl.float32)
-            for first in range(0, rows, RANKS):
-                rank = first + tl.arange(0, RANKS)
-                used = rank < rows
-                parts = tl.load(
-                    source + rank[None, :], mask=(split < splits)[:, None] & used[None, :], other=0.0
-                )
-                factors = tl.load(
-                    weights + row.to(tl.int64)[:, None] * rows + rank[None, :],
-                    mask=valid[:, None] & used[None, :],
-                    other=0.0,
-                )
-                total += tl.sum(factors.to(tl.float32) * tl.sum(parts, axis=0)[None, :], axis=1)
+            total = _expanded(
+                shrunk + entry.to(tl.int64) * ranks, fields, output - tl.load(tile + 3), valid,
+                count * ranks, splits, SPLITS, RANKS, COLUMNS, result.dtype.element_ty,
+            )  # fmt: skip
             at = result + tl.load(entries + count + entry) * result_stride + output
             total += tl.load(at, mask=valid, other=0.0).to(tl.float32)
             tl.store(at, total.to(result.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def _gated_rows(
+    gate_up, shrunk, result, result_shrunk, entries, gate_up_table, down_table,
+    row_stride, size, splits, count, ranks,
+    SLOT_FIELDS: tl.constexpr, PART_FIELDS: tl.constexpr, SPLITS: tl.constexpr, RANKS: tl.constexpr,
+    COLUMNS: tl.constexpr, GELU: tl.constexpr,
+):  # fmt: skip
+    """
+    Write the activation [T, size] of gate_up [T, 2 size], to which adapters are added first, and its products
+    with all rows of A to result_shrunk [programs of a row, C, ranks].
+    """
+    entry = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < size
+    token = tl.load(entries + count + entry)
+    at = gate_up + token * row_stride + column
+    gate = tl.load(at, mask=inside, other=0.0)
+    up = tl.load(at + size, mask=inside, other=0.0)
+    slot = tl.load(entries + entry)
+    if slot >= 0:
+        source = shrunk + entry.to(tl.int64) * ranks
+        fields = gate_up_table + slot * SLOT_FIELDS + 2
+        added = _expanded(
+            source, fields, column, inside, count * ranks, splits,
+            SPLITS, RANKS, COLUMNS, gate_up.dtype.element_ty,
+        )  # fmt: skip
+        gate = (gate.to(tl.float32) + added).to(gate.dtype)
+        added = _expanded(
+            source, fields + PART_FIELDS, column, inside, count * ranks, splits,
+            SPLITS, RANKS, COLUMNS, gate_up.dtype.element_ty,
+        )  # fmt: skip
+        up = (up.to(tl.float32) + added).to(up.dtype)
+    product = gated_product(gate, up, GELU)
+    tl.store(result + token * size + column, product, mask=inside)
+    if slot >= 0:
+        fields = down_table + slot * SLOT_FIELDS
+        weights = tl.load(fields).to(tl.pointer_type(gate_up.dtype.element_ty))
+        rows = tl.load(fields + 1).to(tl.int32)
+        to = result_shrunk + (tl.program_id(1) * count + entry).to(tl.int64) * ranks
+        for first in range(0, rows, RANKS):
+            rank = first + tl.arange(0, RANKS)
+            tile = tl.load(
+                weights + rank.to(tl.int64)[:, None] * size + column[None, :],
+                mask=(rank < rows)[:, None] & inside[None, :],
+                other=0.0,
+            )
+            total = tl.sum(tile.to(tl.float32) * product.to(tl.float32)[None, :], axis=1)
+            tl.store(to + rank, total, mask=rank < rows)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -227,6 +295,7 @@ class LowRankTable:
             "gate_up": (f, f),
             "down": (spec.hidden,),
         }
+        self._gelu = spec.activation == "gelu_tanh"
         self._starts = {name: np.cumsum((0, *sizes)) for name, sizes in parts.items()}
         self._linears = {name: number for number, name in enumerate(parts)}
         self._tiles = {
@@ -310,20 +379,56 @@ class LowRankTable:
 
     def launch(self, rows: LowRankRows, result: Tensor, x: Tensor, layer: int, linear: str) -> None:
         if rows.tile == 1:
-            self._launch_rows(rows, result, x, layer, linear)
+            self._add_expanded(rows, result, self._shrunk(rows, x, layer, linear), layer, linear)
         else:
             self._launch_tiles(rows, result, x, layer, linear)
 
-    def _launch_rows(self, rows: LowRankRows, result: Tensor, x: Tensor, layer: int, linear: str) -> None:
+    def mlp(self, rows: LowRankRows, gate_up: Tensor, x: Tensor, layer: int, down: Linear) -> Tensor:
+        count, size = rows.entries.shape[1], gate_up.shape[1] // 2
+        if rows.tile > 1 or count < len(gate_up):  # tokens without adapters have no entries
+            self.launch(rows, gate_up, x, layer, "gate_up")
+            gated = layers.gated(gate_up, self._gelu)
+            result = down(gated)
+            self.launch(rows, result, gated, layer, "down")
+            return result
+        from_x, gated = self._shrunk(rows, x, layer, "gate_up"), gate_up.new_empty((count, size))
+        shrunk = x.new_empty((triton.cdiv(size, GATED_COLUMNS), count, rows.ranks), dtype=torch.float32)
+        _gated_rows[(count, len(shrunk))](
+            gate_up,
+            from_x,
+            gated,
+            shrunk,
+            rows.entries,
+            self._table[layer, self._linears["gate_up"]],
+            self._table[layer, self._linears["down"]],
+            gate_up.stride(0),
+            size,
+            len(from_x),
+            count,
+            rows.ranks,
+            SLOT_FIELDS=FIELDS,
+            PART_FIELDS=PART,
+            SPLITS=triton.next_power_of_2(len(from_x)),
+            RANKS=ROW_RANKS,
+            COLUMNS=GATED_COLUMNS,
+            GELU=self._gelu,
+            num_warps=8,  # as many columns of a thread as in `_expand_rows`: with 4, it takes all registers
+            enable_fp_fusion=True,
+        )
+        result = down(gated)
+        self._add_expanded(rows, result, shrunk, layer, "down")
+        return result
+
+    def _shrunk(self, rows: LowRankRows, x: Tensor, layer: int, linear: str) -> Tensor:
+        """Return products [splits, C, ranks] fp32 of splits of the tokens' inputs with A."""
         count, inputs = rows.entries.shape[1], x.shape[1]
         splits = triton.cdiv(inputs, ROW_SPLIT)
-        table, tiles = self._table[layer, self._linears[linear]], self._tiles[linear]
         shrunk = x.new_empty((splits, count, rows.ranks), dtype=torch.float32)
         _shrink_rows[(count, splits, triton.cdiv(rows.ranks, ROW_RANKS))](
             x,
             shrunk,
             rows.entries,
-            table,
+            self._table[layer, self._linears[linear]],
             x.stride(0),
             inputs,
             count,
@@ -333,11 +438,17 @@ class LowRankTable:
             RANKS=ROW_RANKS,
             enable_fp_fusion=True,
         )
+        return shrunk
+
+    def _add_expanded(
+        self, rows: LowRankRows, result: Tensor, shrunk: Tensor, layer: int, linear: str
+    ) -> None:
+        (splits, count, _), tiles = shrunk.shape, self._tiles[linear]
         _expand_rows[(count, len(tiles))](
             result,
             shrunk,
             rows.entries,
-            table,
+            self._table[layer, self._linears[linear]],
             tiles,
             result.stride(0),
             splits,
@@ -407,6 +518,9 @@ class LowRankRows:
     def add(self, result: Tensor, x: Tensor, layer: int, linear: str) -> Tensor:
         self.table.launch(self, result, x if x.stride(1) == 1 else x.contiguous(), layer, linear)
         return result
+
+    def mlp(self, gate_up: Tensor, x: Tensor, layer: int, down: Linear) -> Tensor:
+        return self.table.mlp(self, gate_up, x if x.stride(1) == 1 else x.contiguous(), layer, down)
 
 
 def _tiles(starts: NDArray[np.int64]) -> list[tuple[int, int, int, int]]:
