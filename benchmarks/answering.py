@@ -10,7 +10,7 @@ from pathlib import Path
 START_LIMIT_S = 60.0
 
 
-def until_answering(port: int, model: str, log: Path) -> None:
+def until_answering(port: int, model: str, log: Path, limit_s: float = START_LIMIT_S) -> None:
     """Return when a chat is answered by the router or the worker at this port. Raises SystemExit."""
     body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     request = urllib.request.Request(
@@ -18,7 +18,7 @@ def until_answering(port: int, model: str, log: Path) -> None:
         json.dumps(body).encode(),
         {"content-type": "application/json"},
     )
-    limit = time.monotonic() + START_LIMIT_S
+    limit = time.monotonic() + limit_s
     while time.monotonic() < limit:
         try:
             with urllib.request.urlopen(request, timeout=3) as answer:
@@ -26,4 +26,4 @@ def until_answering(port: int, model: str, log: Path) -> None:
                     return
         except OSError:
             time.sleep(0.3)
-    raise SystemExit(f"nobody answered at {port} within {START_LIMIT_S:g} s; its log is {log}")
+    raise SystemExit(f"nobody answered at {port} within {limit_s:g} s; its log is {log}")

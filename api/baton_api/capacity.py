@@ -6,8 +6,6 @@ So a tenant that arrives while another one floods the server still finds some.
 
 from __future__ import annotations
 
-from collections import Counter
-
 from baton_api.limits import TENANT_SHARE
 
 
@@ -20,7 +18,7 @@ class SharedCapacity:
         self.limit = limit
         self.used = 0
         """Units that all tenants have."""
-        self._by_tenant: Counter[str] = Counter()
+        self._by_tenant: dict[str, int] = {}
 
     def used_by(self, tenant: str) -> int:
         return self._by_tenant.get(tenant, 0)
@@ -36,6 +34,7 @@ class SharedCapacity:
     def add(self, tenant: str, units: int) -> None:
         """Give `units` more to the tenant, without a check; take them back if negative."""
         self.used += units
-        self._by_tenant[tenant] += units
-        if not self._by_tenant[tenant]:
-            del self._by_tenant[tenant]
+        if used := self.used_by(tenant) + units:
+            self._by_tenant[tenant] = used
+        else:
+            self._by_tenant.pop(tenant, None)

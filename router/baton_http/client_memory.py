@@ -30,6 +30,8 @@ class BodyMemory:
     def use(self, size: int) -> None:
         """Use `size` bytes instead of `used`. Raises Overloaded beyond the tenant's share."""
         more = size - self.used
+        if not more:
+            return
         if more > 0 and not self._shared.fits(self.tenant, more):
             used, allowed = self._shared.used_by(self.tenant), self._shared.allowed(self.tenant)
             raise Overloaded(used, allowed, what="bytes")
