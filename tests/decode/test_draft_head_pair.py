@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton_engine.kv.cache import KVCache
-from tests.decode.pair import Pair, Side, open_pair, slow_clock, tokens
+from tests.decode.pair import Pair, Side, eventually, open_pair, slow_clock, tokens
 from tests.engine.draft_heads import Folders, decoder_of, make_heads
 from tests.engine.greedy import CPU
 from tests.engine.models import VOCAB
@@ -21,10 +21,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return make_heads(tmp_path_factory.mktemp("heads"))
 
 
-def side(name: str, model: Path, head: Path | None, drafted: int, **how: Any) -> Side:
+def side(name: str, model: Path, head: Path | None, drafted: int, blocks: int = 64, **how: Any) -> Side:
     decoder = decoder_of(model, head)
     clock = (lambda: float(decoder.passes)) if drafted else slow_clock()
-    cache = KVCache(decoder.spec, 64, torch.float32, CPU)
+    cache = KVCache(decoder.spec, blocks, torch.float32, CPU)
     return Side.make(name, decoder, cache, chunk_tokens=24, speculation_tokens=drafted, clock=clock, **how)
 
 
@@ -68,3 +68,25 @@ async def test_pair_with_a_draft_head_has_the_blocks_of_one_worker(
     assert ours.keys() == expected.keys() and len(ours) >= 6
     for name, block in expected.items():
         torch.testing.assert_close(ours[name], block, rtol=1e-3, atol=1e-3)
+
+
+async def test_tier_restores_the_heads_part(folders: Folders) -> None:
+    """A prompt returns after the pool has evicted it. Its blocks are those of the first time."""
+    model, head = folders["eagle3"]
+    one = side("one", model, head, 3, blocks=12, tier_slots=64)
+    prompt = [(3 + 7 * at + at * at) % VOCAB for at in range(53)]
+    async with open_pair(side("unused", model, head, 0), one) as pair:
+        await pair.generate([7] * 17, remote=False, max_tokens=1)  # tells how long computing takes
+        warm = blocks_of(one)
+        answer = tokens(await pair.generate(prompt, remote=False, max_tokens=30))
+        before = {name: block for name, block in blocks_of(one).items() if name not in warm}
+        await eventually(lambda: one.tier is not None and one.tier.snapshot().blocks >= 5)
+        for seed in (1, 2, 3):
+            other = [(seed * 13 + 5 * each) % 97 for each in range(150)]
+            await pair.generate(other, remote=False, max_tokens=1)
+        assert not before.keys() & blocks_of(one).keys()
+        assert tokens(await pair.generate(prompt, remote=False, max_tokens=30)) == answer
+        assert one.now.totals.prompt_tokens_restored["memory"] == 48
+        after = blocks_of(one)
+    for name, block in before.items():
+        torch.testing.assert_close(after[name], block, rtol=1e-3, atol=1e-3)
