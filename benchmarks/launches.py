@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from baton_engine.model.shards import Shard
 from baton_engine.ops import Ops
 from baton_engine.ops.token_weights import GREEDY, TokenRule
 from baton_engine.scheduling.limits import EngineLimits
-from baton_engine.spec import ExpertSpec, ModelSpec
+from baton_engine.spec import ExpertSpec, LatentSpec, ModelSpec
 from tests.engine.fake_graphs import FakeGraphs
 from tests.engine.fake_streams import on_device
 from tests.engine.random_weights import random_weights, tiny_spec
@@ -50,6 +50,19 @@ RANK = 16
 """Of adapters."""
 
 EXPERTS = ExpertSpec(count=8, chosen=4, intermediate=32, normalized=True)
+LATENT = {
+    "kv_heads": 1,
+    "head_dim": 40,
+    "rotary_dim": 8,
+    "latent": LatentSpec(q_rank=24, kv_rank=32, plain=16, value=16),
+}
+"""Latent attention, whose layers have dense MLPs here."""
+
+MODELS: Mapping[str, dict[str, Any]] = {
+    "a Llama": {},
+    f"a Llama with {EXPERTS.count} experts, {EXPERTS.chosen} chosen": {"experts": EXPERTS},
+    "a DeepSeek with dense MLPs": LATENT,
+}
 CHANCE = TokenRule(1.0, top_p=0.9, number=0.5)
 
 
@@ -295,19 +308,18 @@ def main() -> None:
     from baton_engine.ops.plain import PlainOps
     from baton_engine.sampling.sampler import select_on_host
 
-    models: dict[str, dict[str, Any]] = {
-        "a Llama": {},
-        f"a Llama with {EXPERTS.count} experts, {EXPERTS.chosen} chosen": {"experts": EXPERTS},
-    }
     with torch.inference_mode():
-        for title, changes in models.items():
-            steps = (
+        for title, changes in MODELS.items():
+            steps = [
                 step("plain", PlainOps, select_on_host, **changes),
                 step("kernels", AcceleratorOps, select, **changes),
                 replayed("kernels in a graph", AcceleratorOps, select, **changes),
-                step("kernels, rank 0 of two", AcceleratorOps, select, ranks=2, **changes),
-                replayed("kernels in a graph, rank 0 of two", AcceleratorOps, select, ranks=2, **changes),
-            )
+            ]
+            if "latent" not in changes:  # which is not divided among ranks
+                steps += [
+                    step("kernels, rank 0 of two", AcceleratorOps, select, ranks=2, **changes),
+                    replayed("kernels in a graph, rank 0 of two", AcceleratorOps, select, ranks=2, **changes),
+                ]
             show(title, steps)
         adapted = (
             step("plain, one adapter", PlainOps, select_on_host, rows=ONE_ADAPTER),

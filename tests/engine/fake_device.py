@@ -31,7 +31,7 @@ UNKNOWN_SIZES = ("nonzero", "masked_select", "_unique2", "unique_consecutive")
 MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)
 """Of a grid, by dimension."""
 
-STRIDED = frozenset(("x", "result", "kv", "words", "logits", "weights", "tables"))
+STRIDED = frozenset(("x", "result", "kv", "words", "logits", "weights", "tables", "q_part", "latents"))
 """Arguments of kernels whose rows may be apart. The last dimension is contiguous. Others are contiguous."""
 
 

@@ -43,20 +43,33 @@ def random_weights(spec: ModelSpec, dtype: torch.dtype, seed: int = 0) -> Weight
     def stacked(count: int, outputs: int, inputs: int) -> Tensor:
         return torch.stack([matrix(outputs, inputs) for _ in range(count)])
 
+    def attention() -> dict[str, Tensor | None]:
+        latent, heads = spec.latent, spec.heads
+        if latent is None:
+            joint = spec.qk_norm_joint
+            return {
+                "qkv": matrix((heads + 2 * spec.kv_heads) * spec.head_dim, spec.hidden),
+                "q_norm": vector(spec.head_dim * (heads if joint else 1)) if spec.qk_norm else None,
+                "k_norm": vector(spec.head_dim * (spec.kv_heads if joint else 1)) if spec.qk_norm else None,
+                "output": matrix(spec.hidden, heads * spec.head_dim),
+            }
+        queries = heads * (latent.plain + spec.rotated)
+        return {
+            "qkv": matrix((latent.q_rank or queries) + spec.head_dim, spec.hidden),
+            "q_norm": vector(latent.q_rank) if latent.q_rank else None,
+            "k_norm": vector(latent.kv_rank),
+            "output": matrix(spec.hidden, heads * latent.value),
+            "latent_q": matrix(queries, latent.q_rank) if latent.q_rank else None,
+            "latent_kv": matrix(heads * (latent.plain + latent.value), latent.kv_rank),
+        }
+
     def layer(number: int) -> LayerWeights:
         experts = spec.experts_of(number)
-        qkv = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+        parts: dict[str, Any] = attention()
         return LayerWeights(
+            **parts,
             attention_norm=vector(spec.hidden) if spec.pre_norm else None,
-            qkv=matrix(qkv, spec.hidden),
-            qkv_bias=vector(qkv, 0.0) if spec.qkv_bias else None,
-            q_norm=vector(spec.head_dim * (spec.heads if spec.qk_norm_joint else 1))
-            if spec.qk_norm
-            else None,
-            k_norm=vector(spec.head_dim * (spec.kv_heads if spec.qk_norm_joint else 1))
-            if spec.qk_norm
-            else None,
-            output=matrix(spec.hidden, spec.heads * spec.head_dim),
+            qkv_bias=vector(len(parts["qkv"]), 0.0) if spec.qkv_bias else None,
             output_bias=vector(spec.hidden, 0.0) if spec.output_bias else None,
             attention_post_norm=vector(spec.hidden) if spec.post_norm else None,
             mlp_norm=vector(spec.hidden) if spec.pre_norm else None,

@@ -92,6 +92,9 @@ def _check_groups(experts: ExpertSpec, source: str) -> None:
         )
 
 
+LATENT_EPSILON = 1e-6
+"""Of the norms of latents in all published models, whatever the configuration has for other norms."""
+
 MOST_RANK = 65_536
 """Upper bound of sizes, above those of any published model."""
 

@@ -33,7 +33,7 @@ from baton_engine.ops.kernels.quantized import QuantizedLinear
 from baton_engine.ops.plain import PlainLinear
 from baton_engine.ops.token_weights import TokenRule
 from baton_engine.quantized import Format, Quantized, QuantizedPart
-from baton_engine.spec import ModelSpec
+from baton_engine.spec import LatentSpec, ModelSpec
 from baton_engine.transfer.integrity import KEYS
 from tests.engine.greedy import CPU
 from tests.engine.kernels.cases import DEVICE, batch_of
@@ -81,10 +81,31 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
+LATENTS: dict[str, dict[str, Any]] = {
+    f"latents, {heads} heads": {
+        "heads": heads,
+        "kv_heads": 1,
+        "head_dim": 576,
+        "rotary_dim": 64,
+        "latent": LatentSpec(q_rank=0, kv_rank=512, plain=128, value=128),
+    }
+    for heads in (16, 128)
+}
+"""DeepSeek-V2-Lite and DeepSeek-V3."""
+
 WHOLE = ("sm_90", "gfx942")
 """Targets for which everything is compiled: one of each maker."""
 
-SAMPLE = ("gemma 2", "gpt-oss", "llama, large tiles", "FP8", "Q4_K", "one row", "rounded inputs")
+SAMPLE = (
+    "gemma 2",
+    "gpt-oss",
+    "llama, large tiles",
+    "FP8",
+    "Q4_K",
+    "one row",
+    "rounded inputs",
+    *LATENTS,
+)
 """What is compiled for all targets: the largest heads and tiles, and each kind of arithmetic."""
 
 OTHER_TYPES = ("llama", "gemma 2")
@@ -250,8 +271,35 @@ def launches(
     return captured
 
 
+def latent_launches(
+    spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype, shared_memory: int
+) -> list[Launch]:
+    """Return what latent attention of a layer launches for a chunk of a prompt, and for rows of one token."""
+    captured = capturing()
+    assert spec.latent is not None
+    ops, batch = AcceleratorOps(spec, shared_memory), batch_of([(0, 40), (300, 1)], random.Random(1))
+    cache = KVCache(spec, 1 + max(max(row.blocks) for row in batch.rows), kv_dtype, DEVICE)
+    ops.begin(batch)
+    q, latents, norm, keys = (
+        torch.zeros(*shape, dtype=dtype)
+        for shape in (
+            (batch.size, spec.heads, spec.latent.plain + spec.rotated),
+            (batch.size, spec.head_dim),
+            (spec.latent.kv_rank,),
+            (spec.heads, spec.latent.plain, spec.latent.kv_rank),
+        )
+    )
+    table = torch.zeros(batch.size, spec.rotated // 2)
+    queries = ops.store_latents(q, latents, (table, table), norm, keys, cache, 1, batch)
+    ops.attention(queries, cache, 1, batch, None)
+    static = StaticBatch(batch.size, 1024, 2**20, batch.block_size, CPU)
+    ops.begin(static)
+    ops.attention(queries, cache, 1, static, None)
+    return captured
+
+
 def spec_of(name: str) -> ModelSpec:
-    return tiny_spec(hidden=4096, **MODELS[name])
+    return tiny_spec(hidden=4096, **(MODELS | LATENTS)[name])
 
 
 def spilled(compiled: Any) -> int:
@@ -273,6 +321,14 @@ def main(target: str) -> None:
     captured |= {f"experts, {dtype}": expert_launches(dtype, SHARED[target]) for dtype in (bf16, fp32)}
     captured |= {"experts, many tokens": expert_launches(bf16, SHARED[target], 400)}
     captured |= {"llama, large tiles": launches(spec_of("llama"), bf16, bf16, SHARED[target])}
+    captured |= {name: latent_launches(spec_of(name), bf16, bf16, SHARED[target]) for name in LATENTS}
+    captured |= {
+        f"{name}, float8": latent_launches(spec_of(name), bf16, FLOAT8_CACHE, SHARED[target])
+        for name in LATENTS
+    }
+    captured |= {
+        f"{name}, float32": latent_launches(spec_of(name), fp32, fp32, SHARED[target]) for name in LATENTS
+    }
     captured |= {"one row": row_launches(bf16), "rounded inputs": rounding_launches()}
     if target in ("sm_90", "sm_100", "sm_120"):
         quantized.converts_float8 = lambda device: True

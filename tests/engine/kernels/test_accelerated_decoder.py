@@ -23,7 +23,7 @@ from baton_engine.ops.plain import PlainOps
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings
 from baton_engine.spec import LatentSpec
-from benchmarks.launches import EXPERTS, Rows, per_layer, replayed, select
+from benchmarks.launches import EXPERTS, LATENT, Rows, per_layer, replayed, select
 from benchmarks.launches import step as count_step
 from tests.engine.fake_graphs import FakeGraphs
 from tests.engine.fake_streams import on_device
@@ -109,6 +109,7 @@ def test_accelerated_decode_continues_in_copied_blocks(tmp_path: Path) -> None:
         pytest.param({}, (41, 16), (10, 7), id="llama"),
         pytest.param({"qk_norm": True}, (43, 16), (10, 7), id="qwen3"),
         pytest.param({"experts": EXPERTS}, (101, 8), (19, 7), id="experts"),
+        pytest.param(LATENT, (47, 16), (14, 7), id="deepseek"),
     ],
 )
 def test_decode_step_launches(changes: dict[str, Any], plain: tuple[int, int], ours: tuple[int, int]) -> None:
@@ -142,7 +143,7 @@ def test_replayed_step_is_one_launch_and_its_selection() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["qwen3", "gemma2", "gpt-oss", "qwen3 with experts"])
+@pytest.mark.parametrize("variant", ["qwen3", "gemma2", "gpt-oss", "qwen3 with experts", "deepseek-v3"])
 def test_captured_decoder_gives_the_same_logits(variant: str, tmp_path: Path) -> None:
     """Gemma has two plans in a pass: layers with a window and without."""
     model, _ = decoders(tmp_path, variant)
@@ -207,7 +208,7 @@ def test_models_whose_host_reads_results_are_not_captured(tmp_path: Path) -> Non
     captures = {}
     for variant in ("qwen3", "gpt-oss", "deepseek-v3"):
         captures[variant] = [decoder.capturable for decoder in decoders(tmp_path / variant, variant)]
-    assert captures == {"qwen3": [True, False], "gpt-oss": [True, False], "deepseek-v3": [False] * 2}
+    assert captures == {variant: [True, False] for variant in captures}
 
 
 @pytest.mark.parametrize(("role", "rows"), [(Role.BOTH, 8), (Role.DECODE, 8), (Role.PREFILL, 0)])
@@ -216,16 +217,13 @@ def test_workers_that_decode_capture_passes(role: Role, rows: int, tmp_path: Pat
     assert capture_limits(WorkerSettings(model="m", role=role, graph_rows=8), model).rows == rows
 
 
-LATENT = LatentSpec(q_rank=0, kv_rank=32, plain=16, value=16)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({}, "Triton kernels compute norms, activations, rotation and attention"),
         (
-            {"latent": LATENT, "kv_heads": 1, "head_dim": 40},
-            "multi-head latent attention",
+            LATENT | {"latent": LatentSpec(q_rank=0, kv_rank=513, plain=16, value=16)},
+            "latents of 513 and 8 rotated dimensions, above 512 and 64",
         ),
         ({"head_dim": 320}, "heads of 320 dimensions, above 256"),
     ],

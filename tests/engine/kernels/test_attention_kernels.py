@@ -14,8 +14,8 @@ from baton_engine.batch import Batch, BatchRow, StaticBatch
 from baton_engine.kv.cache import FLOAT8_CACHE, KVCache
 from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.kernels.attention import attention as launch
-from baton_engine.ops.kernels.attention import has_large_tiles
-from baton_engine.ops.kernels.plans import LARGE_TILE_ROWS, SPLIT, plan, plan_on_device
+from baton_engine.ops.kernels.attention import tile_rows
+from baton_engine.ops.kernels.plans import LARGE_TILE_ROWS, SPLIT, TILE_ROWS, plan, plan_on_device
 from baton_engine.ops.plain import PlainOps
 from baton_engine.spec import ModelSpec
 from tests.engine.kernels.cases import DEVICE, batch_of, caches, guarded
@@ -191,7 +191,7 @@ def test_attention_in_large_tiles_gives_the_plain_result(model: str) -> None:
     clean, stale = caches(spec, batch, torch.float32)
     q = torch.randn(batch.size, spec.heads, spec.head_dim, device=DEVICE)
     sinks = torch.randn(spec.heads, device=DEVICE) if spec.sinks else None
-    work = plan(batch, spec, spec.sliding_window, large_tiles=True)
+    work = plan(batch, spec, spec.sliding_window, tile_rows=LARGE_TILE_ROWS)
     result = launch(q, stale, 1, batch, work, spec.sliding_window, sinks, spec)
     expected = PlainOps(spec)
     expected.begin(batch)
@@ -216,7 +216,8 @@ def test_attention_in_large_tiles_gives_the_plain_result(model: str) -> None:
 def test_tiles_are_as_large_as_the_shared_memory_allows(
     changes: dict[str, Any], itemsize: int, shared_memory: int, large: bool
 ) -> None:
-    assert has_large_tiles(tiny_spec(**changes), itemsize, shared_memory) is large
+    rows = tile_rows(tiny_spec(**changes), itemsize, shared_memory)
+    assert rows == (LARGE_TILE_ROWS if large else TILE_ROWS)
 
 
 def test_static_rows_without_a_token_store_nothing() -> None:

@@ -17,9 +17,10 @@ from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.choice import kv_dtype
 from baton_engine.ops.plain import PlainOps
 from baton_engine.transfer.handshake import Compatibility
+from benchmarks.launches import LATENT
 from tests.engine.greedy import CPU, by_baton
 from tests.engine.kernels.cases import DEVICE, batch_of
-from tests.engine.kernels.test_accelerated_decoder import LATENT, PROMPTS, decoders
+from tests.engine.kernels.test_accelerated_decoder import PROMPTS, decoders
 from tests.engine.kernels.test_attention_kernels import MODELS, SHAPES, both
 from tests.engine.random_weights import tiny_spec
 
@@ -110,11 +111,12 @@ def test_float8_cache_is_for_devices_with_kernels() -> None:
     spec = tiny_spec()
     assert kv_dtype("auto", spec, CPU, torch.float32) == torch.float32
     assert kv_dtype("fp8", spec, CUDA, torch.bfloat16, PATH) == FLOAT8_CACHE
-    latent = tiny_spec(latent=LATENT, kv_heads=1, head_dim=40)
+    assert kv_dtype("fp8", tiny_spec(**LATENT), CUDA, torch.bfloat16, PATH) == FLOAT8_CACHE
+    wide = tiny_spec(head_dim=320)
     for device, other, environment, reason in (
         (CPU, spec, {}, "the kernels of CPUs do not read it"),
         (CUDA, spec, {"BATON_KERNELS": "0"}, "BATON_KERNELS disables the kernels"),
-        (CUDA, latent, PATH, "multi-head latent attention"),
+        (CUDA, wide, PATH, "heads of 320 dimensions, above 256"),
     ):
         with pytest.raises(SetupError, match=rf"{reason}\. Use --kv-cache-dtype auto"):
             kv_dtype("fp8", other, device, torch.bfloat16, environment)

@@ -1,5 +1,5 @@
 """
-Multi-head latent attention with torch operations: all heads share one latent vector per token.
+Multi-head latent attention: all heads share one latent vector per token.
 
 https://arxiv.org/abs/2405.04434, section 2.1. The cache keeps only that vector: the normalized latent, then
 the rotated part of the key. `ModelSpec` describes it as one key head of `kv_rank` + `rotated` dimensions
@@ -16,11 +16,7 @@ from torch import Tensor
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
 from baton_engine.ops import Linear, Ops
-from baton_engine.ops.plain import rotate
-from baton_engine.spec import ModelSpec
-
-NORM_EPSILON = 1e-6
-"""Of the norms of latents in all published models, whatever the configuration has for other norms."""
+from baton_engine.spec import LATENT_EPSILON, ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,23 +42,14 @@ class LatentAttention:
 
         `projected` is [T, query part + R + rotated]. Returns queries [T, H, R + rotated] in the latent space.
         """
-        latent, rotated, epsilon = self.spec.latent, self.spec.rotated, NORM_EPSILON
-        assert latent is not None
-        q, kv, k_rotated = torch.split(
-            projected, [projected.shape[-1] - latent.kv_rank - rotated, latent.kv_rank, rotated], dim=-1
+        q, latents = torch.split(
+            projected, [projected.shape[-1] - self.spec.head_dim, self.spec.head_dim], dim=-1
         )
         if self.expand_q is not None and self.q_norm is not None:
-            q = self.expand_q(self.ops.rms_norm(q, self.q_norm, epsilon))
-        kv = self.ops.rms_norm(kv, self.kv_norm, epsilon)
-        block, slot = batch.slots // cache.block_size, batch.slots % cache.block_size
-        k_rotated = rotate(k_rotated[:, None], rotation)[:, 0]
-        cache.kv[block, layer, 0, 0, slot] = torch.cat((kv, k_rotated), dim=-1)
+            q = self.expand_q(self.ops.rms_norm(q, self.q_norm, LATENT_EPSILON))
         heads = q.view(len(q), self.spec.heads, -1)
-        plain, q_rotated = torch.split(heads, [latent.plain, rotated], dim=-1)
-        within = torch.einsum("thp,hpr->thr", plain, self.keys)
-        return torch.cat((within, rotate(q_rotated, rotation)), dim=-1)
+        return self.ops.store_latents(heads, latents, rotation, self.kv_norm, self.keys, cache, layer, batch)
 
     def expand(self, mixed: Tensor) -> Tensor:
-        """Return values [T, H * V] of mixed latents [T, H * (R + rotated)]."""
-        latents = mixed.view(len(mixed), self.spec.heads, -1)[..., : self.values.shape[-1]]
-        return torch.einsum("thr,hvr->thv", latents, self.values).flatten(1)
+        """Return values [T, H * V] of mixed latents [T, H * R]."""
+        return self.ops.expand_latents(mixed, self.values)

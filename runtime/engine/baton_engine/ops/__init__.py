@@ -194,11 +194,35 @@ class Ops(Protocol):
         """
         Compute causal attention [T, H, D] -> [T, H * D] of each row over its cached context.
 
-        Scores are scaled and capped as the model's spec says.
+        Scores are scaled and capped as the model's spec says. A cache of latents has them as keys, and their
+        first R dimensions as values: then the result is [T, H * R], with R as in `store_latents`.
 
         The context includes the new tokens. With `window`, a position attends to itself and to the window - 1
         tokens before it, or as `ModelSpec.window_kind` says. `sinks` [H] are scores without a value, which
-        every position attends to. A cache of latents has them as keys and as values.
-        `batch` is that of the last `begin`.
+        every position attends to. `batch` is that of the last `begin`.
         """
+        ...
+
+    def store_latents(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        norm: Tensor,
+        keys: Tensor,
+        cache: KVCache,
+        layer: int,
+        batch: Batch,
+    ) -> Tensor:
+        """
+        Write `latents` [T, R + P] to the cache at `batch.slots`: R dimensions normalized, P rotated.
+
+        `norm` [R] are the weights of the norm. Returns the queries q [T, H, plain + P] in the space of the
+        cached vectors, [T, H, R + P]: the product of their plain part with `keys` [H, plain, R], and their
+        rotated part.
+        """
+        ...
+
+    def expand_latents(self, mixed: Tensor, values: Tensor) -> Tensor:
+        """Multiply mixed latents [T, H * R] by `values` [H, V, R] of their heads -> [T, H * V]."""
         ...

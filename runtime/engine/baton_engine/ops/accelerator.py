@@ -21,7 +21,7 @@ from torch import Tensor
 from baton_engine.batch import Batch, StaticBatch
 from baton_engine.kv.cache import KVCache
 from baton_engine.ops import AdaptedRows, ExpertGroups, ExpertLinear, Linear, LowRankLinear, Table
-from baton_engine.ops.kernels import attention, experts, layers, plans
+from baton_engine.ops.kernels import attention, experts, latent, layers, plans
 from baton_engine.ops.kernels.low_rank import LowRankTable, SlottedAdapter
 from baton_engine.ops.kernels.one_row import RowLinear
 from baton_engine.ops.kernels.quantized import QuantizedExperts, QuantizedLinear
@@ -142,16 +142,42 @@ class AcceleratorOps(PlainOps):
             if isinstance(batch, StaticBatch):
                 plan = plans.plan_on_device(batch, self.spec, window)
             else:
-                large = attention.has_large_tiles(self.spec, q.element_size(), self._shared_memory)
-                plan = plans.plan(batch, self.spec, window, large_tiles=large)
+                plan = plans.plan(batch, self.spec, window, tile_rows=self._tile_rows(q.element_size()))
             self._plan_of[window] = plan
-        return attention.attention(q, cache, layer, batch, self._plan_of[window], window, sinks, self.spec)
+        plan = self._plan_of[window]
+        if self.spec.latent is not None:
+            return latent.attention(q, cache, layer, batch, plan, window, self.spec, self._shared_memory)
+        return attention.attention(q, cache, layer, batch, plan, window, sinks, self.spec)
+
+    def _tile_rows(self, itemsize: int) -> int:
+        """Return the rows of a tile of a prompt's chunk. `itemsize`: bytes of a number in a product."""
+        if self.spec.latent is not None:
+            return latent.tile_rows(itemsize)
+        return attention.tile_rows(self.spec, itemsize, self._shared_memory)
+
+    def store_latents(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        norm: Tensor,
+        keys: Tensor,
+        cache: KVCache,
+        layer: int,
+        batch: Batch,
+    ) -> Tensor:
+        if self.unsupported:
+            return super().store_latents(q, latents, rotation, norm, keys, cache, layer, batch)
+        return latent.store_latents(q, latents, rotation, norm, keys, cache, layer, batch, self.spec)
+
+    def expand_latents(self, mixed: Tensor, values: Tensor) -> Tensor:
+        return latent.expand_latents(mixed, values)
 
 
 def _unsupported(spec: ModelSpec) -> str | None:
     """Return why the kernels do not compute attention of this model, or None."""
     if spec.latent is not None:
-        return "multi-head latent attention"
+        return latent.unsupported(spec)
     if spec.head_dim > MOST_HEAD_DIM:
         return f"heads of {spec.head_dim} dimensions, above {MOST_HEAD_DIM}"
     return None

@@ -25,7 +25,7 @@ from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
 from baton_engine.ops import AdaptedRows, ExpertGroups, ExpertLinear, Linear, LowRankLinear, Table
 from baton_engine.quantized import Matrix, floats
-from baton_engine.spec import ModelSpec
+from baton_engine.spec import LATENT_EPSILON, ModelSpec
 from baton_engine.streams import copied
 
 SINK_DIMENSIONS = 8
@@ -224,7 +224,9 @@ class PlainOps:
         window: int | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        result = torch.empty_like(q)
+        latent = self.spec.latent
+        size = q.shape[-1] if latent is None else latent.kv_rank
+        result = q.new_empty((*q.shape[:2], size))
         kv = cache.kv[:, layer]
         for part in self._parts(batch, window):
             # [R * B, 2, K, slot, D] -> [2, R, K, B * slot, D]
@@ -241,8 +243,31 @@ class PlainOps:
                 mixed = self._mix_with_sinks(queries, keys, values, part, sinks)
             else:
                 mixed = self._mix(queries, keys, values, part)
-            result[part.tokens] = mixed.transpose(1, 2).flatten(0, 1)
+            result[part.tokens] = mixed[..., :size].transpose(1, 2).flatten(0, 1)
         return result.flatten(1)
+
+    def store_latents(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        norm: Tensor,
+        keys: Tensor,
+        cache: KVCache,
+        layer: int,
+        batch: Batch,
+    ) -> Tensor:
+        plain, rank = keys.shape[1:]
+        latent = self.rms_norm(latents[:, :rank], norm, LATENT_EPSILON)
+        key = rotate(latents[:, None, rank:], rotation)[:, 0]
+        block, slot = batch.slots // cache.block_size, batch.slots % cache.block_size
+        cache.kv[block, layer, 0, 0, slot] = torch.cat((latent, key), dim=-1)
+        within = torch.einsum("thp,hpr->thr", q[..., :plain], keys)
+        return torch.cat((within, rotate(q[..., plain:], rotation)), dim=-1)
+
+    def expand_latents(self, mixed: Tensor, values: Tensor) -> Tensor:
+        latents = mixed.view(len(mixed), *values.shape[::2])
+        return torch.einsum("thr,hvr->thv", latents, values).flatten(1)
 
     def _mix(self, queries: Tensor, keys: Tensor, values: Tensor, part: RowGroup) -> Tensor:
         """Compute attention [R, H, L, D] of queries over keys and values [R, K, context, D]."""

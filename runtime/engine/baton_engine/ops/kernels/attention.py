@@ -306,34 +306,55 @@ def attention(
         )
 
     if len(work.tiles):
-        rows = LARGE_TILE_ROWS if work.large_tiles else TILE_ROWS
-        shape = {"ROWS": max(rows, triton.next_power_of_2(spec.group))}
-        shape |= LARGE_TILE if work.large_tiles else {"num_warps": 8 if spec.head_dim > WIDE else 4}
+        shape = {"ROWS": max(work.tile_rows, triton.next_power_of_2(spec.group))}
+        large = work.tile_rows == LARGE_TILE_ROWS
+        shape |= LARGE_TILE if large else {"num_warps": 8 if spec.head_dim > WIDE else 4}
         launch(work.tiles, len(work.tiles), False, result, result, shape)
     if count := len(work.splits):
         parts = torch.empty((count, spec.heads, spec.head_dim), dtype=torch.float32, device=q.device)
         sums = torch.empty((count, spec.heads, 2), dtype=torch.float32, device=q.device)
         shape = {"ROWS": max(LEAST_ROWS, triton.next_power_of_2(spec.group))}
         launch(work.splits, work.programs, True, parts, sums, shape)
-        flags = {name: constants[name] for name in ("D", "SINKS", "BLOCK_D", "enable_fp_fusion")}
-        _add_splits[(len(work.sums), spec.heads)](
-            parts, sums, result, work.sums, head_sinks, H=spec.heads, **flags
-        )
+        add_splits(parts, sums, result, work.sums, sinks)
     return result.flatten(1)
 
 
-def has_large_tiles(spec: ModelSpec, itemsize: int, shared_memory: int) -> bool:
+def add_splits(
+    parts: Tensor, sums: Tensor, result: Tensor, work: Tensor, sinks: Tensor | None = None
+) -> None:
     """
-    Return whether chunks of a prompt are computed in large tiles.
+    Write the sums of splits to `result` [T, H, D]. `work` are the plan's `sums`.
+
+    `parts` [P, H, D] are weighted values of the splits, `sums` [P, H, 2] their peaks and sums of weights.
+    """
+    heads, dims = result.shape[1:]
+    _add_splits[(len(work), heads)](
+        parts,
+        sums,
+        result,
+        work,
+        result if sinks is None else sinks,
+        H=heads,
+        D=dims,
+        SINKS=sinks is not None,
+        BLOCK_D=triton.next_power_of_2(dims),
+        enable_fp_fusion=True,
+    )
+
+
+def tile_rows(spec: ModelSpec, itemsize: int, shared_memory: int) -> int:
+    """
+    Return the rows of a tile of a prompt's chunk.
 
     `itemsize`: bytes of a number in a product. `shared_memory`: bytes that the device has for a program.
     """
-    return (
+    large = (
         shared_memory >= LARGE_TILE_MEMORY
         and itemsize == 2
         and WIDE // 2 < spec.head_dim <= WIDE
         and spec.group <= LARGE_TILE_ROWS
     )
+    return LARGE_TILE_ROWS if large else TILE_ROWS
 
 
 def _constants(spec: ModelSpec, cache: KVCache, window: int | None, itemsize: int) -> dict[str, Any]:

@@ -21,7 +21,11 @@ from baton_engine.spec import ModelSpec
 from baton_engine.streams import copied
 
 SPLIT = 256
-"""Keys that are added before they are added to others. A multiple of all tiles."""
+"""Keys that are added before they are added to others, or a part of them. A multiple of all tiles."""
+
+LATENT_HEADS = 32
+"""Heads up to which a split of latents has `SPLIT` keys. More heads have longer ones: the sums of a head take
+nearly the bytes of two latents. Those of all heads then take at most a quarter of the bytes of the split."""
 
 TILE_ROWS, LARGE_TILE_ROWS = 64, 128
 """Rows of queries, tokens times heads, of a chunk's tile: on any device, and where shared memory suffices."""
@@ -46,21 +50,27 @@ class AttentionPlan(NamedTuple):
     """[S, 4] token, index of its first entry in `splits`, number of its splits, 0."""
     tiles: Tensor
     """[C, 4] row, first token, number of tokens, 0, of longer rows."""
-    large_tiles: bool = False
-    """Whether `tiles` have up to `LARGE_TILE_ROWS` rows, not `TILE_ROWS`."""
+    tile_rows: int = TILE_ROWS
+    """Rows that an entry of `tiles` has at most, if it has more than one token."""
 
 
-def plan(batch: Batch, spec: ModelSpec, window: int | None, *, large_tiles: bool = False) -> AttentionPlan:
+def split_of(spec: ModelSpec) -> int:
+    """Return the number of keys of a split."""
+    return SPLIT if spec.latent is None else SPLIT * max(1, spec.heads // LATENT_HEADS)
+
+
+def plan(batch: Batch, spec: ModelSpec, window: int | None, *, tile_rows: int = TILE_ROWS) -> AttentionPlan:
     """Divide the rows of `batch` among programs, and copy the result to its device in one piece."""
+    keys = split_of(spec)
     starts, counts = np.array(batch.starts[:-1]), np.diff(batch.starts)
     single = np.flatnonzero(counts == 1)
     position = np.array(batch.contexts)[single] - 1
-    first = _first_seen(position, window, spec) // SPLIT
-    numbers = position // SPLIT - first + 1
+    first = _first_seen(position, window, spec) // keys
+    numbers = position // keys - first + 1
     owner, split = _numbered(numbers)
     splits = _entries(single[owner], starts[single][owner], 1, first[owner] + split)
     sums = _entries(starts[single], np.cumsum(numbers) - numbers, numbers, 0)
-    size = max(1, (LARGE_TILE_ROWS if large_tiles else TILE_ROWS) // spec.group)
+    size = max(1, tile_rows // spec.group)
     longer = np.flatnonzero(counts > 1)
     owner, tile = _numbered(-(-counts[longer] // size))
     tokens = np.minimum(size, counts[longer][owner] - tile * size)
@@ -75,14 +85,15 @@ def plan(batch: Batch, spec: ModelSpec, window: int | None, *, large_tiles: bool
         programs=len(splits),
         sums=everything[splits_end:sums_end],
         tiles=everything[sums_end:-1],
-        large_tiles=large_tiles,
+        tile_rows=tile_rows,
     )
 
 
 def plan_on_device(batch: StaticBatch, spec: ModelSpec, window: int | None) -> AttentionPlan:
     """Return the plan of the tensors of `batch`, which each replay of a captured pass makes again."""
     rows, device = len(batch.rows), batch.device
-    most = rows + batch.most_context // SPLIT
+    keys = split_of(spec)
+    most = rows + batch.most_context // keys
     splits = torch.empty((most, 4), dtype=torch.int32, device=device)
     sums = torch.empty((rows, 4), dtype=torch.int32, device=device)
     total = torch.empty(1, dtype=torch.int32, device=device)
@@ -95,7 +106,7 @@ def plan_on_device(batch: StaticBatch, spec: ModelSpec, window: int | None) -> A
         rows,
         window or 1,
         WINDOW=window_kind(spec, window),
-        SPLIT=SPLIT,
+        SPLIT=keys,
         ROWS=triton.next_power_of_2(rows),
         STEP=PLAN_STEP,
         enable_fp_fusion=True,
