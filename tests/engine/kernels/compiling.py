@@ -6,7 +6,7 @@ Compile all kernels for accelerators that need not be present.
 All models and formats are compiled in bfloat16, and some in float32 and with keys in float8. For targets that
 are not in `WHOLE` only a sample of them is, because all five would take seven minutes.
 
-Prints for each kernel and model the bytes of shared memory and of registers that were spilled. A
+Prints for each kernel and model the bytes of shared memory, and the registers that were spilled. A
 kernel that the interpreter runs may still not compile: the compiler knows more types, and fewer of Python's
 statements.
 """
@@ -15,7 +15,10 @@ from __future__ import annotations
 
 import random
 import re
+import subprocess
 import sys
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
@@ -46,6 +49,8 @@ TARGETS = {
     "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 KIB = 1024
 
@@ -303,9 +308,16 @@ def spec_of(name: str) -> ModelSpec:
 
 
 def spilled(compiled: Any) -> int:
-    """Return the bytes or registers that AMD's compiler spilled; 0 for others, which do not say."""
-    spills = re.search(r"vgpr_spill_count:\s*(\d+)", compiled.asm.get("amdgcn", ""))
-    return int(spills[1]) if spills else 0
+    """Return the registers that AMD's compiler spilled, or the bytes of the stack where NVIDIA's did."""
+    if "cubin" not in compiled.asm:
+        return int(re.findall(r"vgpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"])[0])
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
+    return int(re.findall(r" STACK:(\d+)", usage.stdout)[0])
 
 
 def main(target: str) -> None:

@@ -44,16 +44,22 @@ pytestmark = [
     pytest.mark.usefixtures("interpreted"),
 ]
 
-KINDS: dict[str, dict[str, Any]] = {"float32": {}, "few bits": {"quantize": "keep", "kv_cache": "fp8"}}
-"""Options of `real_side`: full precision, or kept weights in Q8_0 and keys in float8."""
+KINDS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "few bits": {"quantize": "keep", "kv_cache": "fp8"},
+    "latents": {},
+}
+"""Options of `real_side`: full precision, kept weights in Q8_0 and keys in float8, or latent attention."""
 
-TOLERANCE = {"float32": 1e-4, "few bits": 0.05}
+TOLERANCE = {"float32": 1e-4, "few bits": 0.05, "latents": 1e-4}
 """
 Of logprobs. Products of fp32 are rounded otherwise for another number of rows, and a key between two float8
 numbers then becomes the other one.
 """
 
-each_kind = pytest.mark.parametrize("kind", KINDS)
+each_kind = pytest.mark.parametrize(
+    "kind", ["float32", "few bits", pytest.param("latents", marks=pytest.mark.slow)]
+)
 
 SIZES = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32, "intermediate_size": 64}
 """As few programs as possible: the interpreter takes a millisecond for each."""
@@ -67,7 +73,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def paths(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     quantized = write_gguf(folder, tmp_path_factory.mktemp("gguf") / "model.gguf", quantised=True)
-    return {"float32": folder, "few bits": quantized}
+    sizes = SIZES | {"num_key_value_heads": 2, "num_hidden_layers": 2}
+    latents = make_model(tmp_path_factory.mktemp("latents"), "deepseek-v3", **sizes)
+    return {"float32": folder, "few bits": quantized, "latents": latents}
 
 
 def worker(kind: str) -> Any:
@@ -109,15 +117,20 @@ def request_of(name: str, prompt: list[int], **sampling: Any) -> Request:
 
 
 @pytest.mark.parametrize(
-    ("length", "count"), [(19, 4), pytest.param(37, 64, marks=pytest.mark.slow)], ids=["short", "long"]
+    ("kind", "length", "count"),
+    [
+        pytest.param("float32", 19, 4, id="short"),
+        pytest.param("float32", 37, 64, id="long", marks=pytest.mark.slow),
+        pytest.param("latents", 37, 24, id="latents", marks=pytest.mark.slow),
+    ],
 )
 async def test_accelerated_engine_gives_the_tokens_of_transformers(
-    folder: Path, length: int, count: int
+    paths: dict[str, Path], kind: str, length: int, count: int
 ) -> None:
     prompt = text(1, length)
     request = request_of("a", prompt, **GREEDY, max_tokens=count)
-    (result,) = await answers(worker("float32")("one", folder, BLOCK_SIZE), [request], together=False)
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    (result,) = await answers(worker(kind)("one", paths[kind], BLOCK_SIZE), [request], together=False)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(paths[kind])
     expected = by_transformers(oracle, prompt, [choice.token for choice in result])
     assert len(result) == count
     assert [choice.token for choice in result] == expected.tokens
@@ -136,7 +149,9 @@ def requests(count: int) -> list[Request]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "count", "blocks"), [("float32", 22, 7), ("few bits", 6, 32)])
+@pytest.mark.parametrize(
+    ("kind", "count", "blocks"), [("float32", 22, 7), ("few bits", 6, 32), ("latents", 6, 32)]
+)
 async def test_accelerated_answers_do_not_depend_on_the_batch(
     paths: dict[str, Path], kind: str, count: int, blocks: int
 ) -> None:

@@ -14,7 +14,11 @@ from tests.engine.kernels.compiling import SHARED
 
 @pytest.mark.slow
 def test_kernels_compile_for_cuda_and_rocm() -> None:
-    """One process per target. Triton's cache has what an earlier run compiled from the same sources."""
+    """
+    Latent attention, whose tiles are as high as registers allow, spills none.
+
+    One process per target. Triton's cache has what an earlier run compiled from the same sources.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     processes = {
         target: subprocess.Popen(
@@ -32,5 +36,7 @@ def test_kernels_compile_for_cuda_and_rocm() -> None:
         assert status == 0, errors
         assert output
         assert "UserWarning" not in errors
-        for name, kernel, shared, _ in [line.rsplit(" ", 3) for line in output.splitlines()]:
+        for name, kernel, shared, spilled in [line.rsplit(" ", 3) for line in output.splitlines()]:
             assert int(shared) <= SHARED[target], f"{kernel}: {name}, {target}"
+            if name.startswith("latents") and "float32" not in name:
+                assert spilled == "0", f"{kernel}: {name}, {target}"
