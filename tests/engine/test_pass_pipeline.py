@@ -19,7 +19,7 @@ from baton_engine.requests import FinishReason
 from baton_engine.scheduling.limits import EngineLimits
 from tests.engine.fake_graphs import FakeGraphs, TensorModel
 from tests.engine.fake_model import FakeModel
-from tests.engine.fake_streams import on_device
+from tests.engine.fake_streams import FakeStream, on_device
 from tests.engine.serving import Recipient, Serving, request_of
 
 
@@ -127,6 +127,29 @@ def test_overlap_aborted_rows_leave_no_blocks() -> None:
         assert serving.tokens("r2") == expected
         assert serving.so_far("r1") == serving.reference(long[1])[: len(serving.so_far("r1"))]
         serving.at_rest()
+
+
+class NotingStream(FakeStream):
+    """Notes when it is waited for."""
+
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def synchronize(self) -> None:
+        self._seen.append("finish")
+
+
+def test_overlap_engine_ends_after_the_pass_under_way() -> None:
+    """Its graph is freed next. Other ranks, which end next, compute their part of it."""
+    seen: list[str] = []
+    with Overlapping(graphs=True, max_model_len=512, blocks=400) as serving:
+        serving.cuda.default = NotingStream(seen)
+        serving.cuda.on_replay = lambda: seen.append("replay")
+        serving.submit(request_of("r", 6, max_tokens=400))
+        serving.wait(lambda: len(serving.so_far("r")) > 20)
+    assert seen[-1] == "finish"
+    assert seen.count("replay") >= 20 and seen.count("finish") == 1
 
 
 def test_overlap_shares_prefixes_of_ended_rows() -> None:

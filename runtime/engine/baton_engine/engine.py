@@ -290,6 +290,14 @@ class Engine:
                     self._end_all(FinishReason.ERROR, InternalError())
                     return
             self._end_all(FinishReason.ABORT)
+            self._finish_device()
+
+    def _finish_device(self) -> None:
+        """Wait for passes under way: they use graphs that are freed next, and ranks that end next."""
+        try:
+            self._cache.streams.finish()
+        except Exception as error:
+            log.warning("The last pass failed: %s", error)
 
     def _run_commands(self, commands: list[Command]) -> None:
         for command in commands:
