@@ -38,6 +38,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from baton_api import collector
 from baton_api.announcements import Announcer
 from baton_engine import service, worker
 from baton_engine.batch import Batch
@@ -100,6 +101,7 @@ def serve(settings: WorkerSettings) -> None:
         return LoadedWeights(FreeModel(spec), "0" * 64, 1)
 
     worker.load_model = load_model  # type: ignore[attr-defined, assignment]  # this module is all that the process runs
+    collector.run_rarely()  # as the command does
     asyncio.run(service.run(settings, Announcer(), SILENT))
 
 

@@ -158,7 +158,11 @@ async def _throughput(target: Target, case: Case) -> dict[str, float]:
         "prefill_tok_s": round(case.streams * case.prompt / (all_decode - begun), 1),
     }
     if first_ends > all_decode:
-        while_all = sum(all_decode < moment <= first_ends for each in times for moment in each)
+        # Under load an event may have several tokens, and every stream has as many.
+        while_all = sum(
+            sum(all_decode < moment <= first_ends for moment in each) * case.output / len(each)
+            for each in times
+        )
         numbers["decode_tok_s"] = round(while_all / (first_ends - all_decode), 1)
     return numbers
 

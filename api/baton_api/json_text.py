@@ -53,6 +53,8 @@ def on_one_line(encoded: bytes) -> bytes:
     >>> on_one_line('"a\u2028b"'.encode())
     b'"a\\u2028b"'
     """
+    if encoded.isascii():
+        return encoded
     for separator, escape in _ESCAPES:
         if separator in encoded:
             encoded = encoded.replace(separator, escape)

@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Callable
 
+from baton_api import collector
 from baton_router import server
 from baton_router.frontends import frontend
 from baton_router.settings import RouterSettings
@@ -30,9 +31,6 @@ def run(settings: RouterSettings, ready: Callable[[str], None] | None = None) ->
 
 log = logging.getLogger(__name__)
 
-GC_THRESHOLD = 20_000
-"""Objects between two runs of the garbage collector, which finds hardly any."""
-
 WANTED_FILES = 1 << 20
 """Descriptors; a stream needs two. Where the system sets no limit, this one is enough."""
 
@@ -41,8 +39,7 @@ def prepare() -> None:
     """Prepare a process that has imported everything; its children inherit this."""
     raise_file_limit()
     gc.collect()
-    gc.freeze()  # modules stay loaded, so the collector need not scan them
-    gc.set_threshold(GC_THRESHOLD, 20, 50)
+    collector.run_rarely()
 
 
 def raise_file_limit() -> None:

@@ -8,10 +8,10 @@ be in the same batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -24,8 +24,7 @@ class PassInterrupted(Exception):
     """`Model.interrupt` ended a pass early. It has no results, and can be computed again."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRow:
+class BatchRow(msgspec.Struct, frozen=True):
     """The tokens of one request in a pass."""
 
     tokens: Sequence[int]
@@ -97,6 +96,8 @@ class Batch:
     @cached_property
     def wanted_at(self) -> Tensor:
         """[S] offsets of the tokens whose results are needed, in order."""
+        if self.decodes:
+            return self._tensor(np.arange(self.size))
         wanted: list[int] = []
         for row, stop in zip(self.rows, self.starts[1:], strict=True):
             wanted += range(stop - row.wanted, stop)

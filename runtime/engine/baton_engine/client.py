@@ -13,8 +13,9 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 from typing import Protocol
+
+import msgspec
 
 from baton_api.hashing import block_hashes
 from baton_engine.captured_passes import PassModel
@@ -24,20 +25,22 @@ from baton_engine.kv.events import KvEvents, KvSnapshot
 from baton_engine.metrics.counters import EngineSnapshot
 from baton_engine.model.decoder import Model
 from baton_engine.model.draft_head import DraftHead
-from baton_engine.requests import Output, Request
+from baton_engine.requests import FinishReason, Output, Request
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.tiers.tier import EngineTier
 
 TOGETHER = 16
 """Tokens after which the reader of joined outputs is woken."""
 
+FAILED = (FinishReason.ABORT, FinishReason.ERROR)
+
 
 class EngineClient(ABC):
     """The requests of one event loop to an engine, and their outputs."""
 
     joins = False
-    """Whether outputs that have come meanwhile are written together. Beside the computing thread, one write
-    for each was measured to be faster."""
+    """Whether outputs that have come meanwhile are read as one. Beside the computing thread, one by one was
+    measured to be faster."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -63,7 +66,7 @@ class EngineClient(ABC):
         ...     async for output in outputs: ...
         """
         accepted = self._submit(request)
-        stream = Stream(together)
+        stream = Stream(joins=self.joins or together, together=together)
         self._add(request.id, stream)
         return Generation(self, request.id, stream, accepted)
 
@@ -196,11 +199,16 @@ class OutputSink(Protocol):
 class Stream:
     """The unread outputs of one request."""
 
-    __slots__ = ("begun", "outputs", "together", "waiter")
+    __slots__ = ("begun", "joins", "outputs", "together", "waiter")
 
-    def __init__(self, together: bool) -> None:
+    def __init__(self, *, joins: bool, together: bool) -> None:
+        """
+        `joins`: the outputs after the first one that are here are read as one. `together`: the reader waits
+        for several.
+        """
         self.outputs: deque[Output] = deque()
         self.waiter: asyncio.Future[None] | None = None
+        self.joins = joins
         self.together = together
         self.begun = False
 
@@ -213,16 +221,18 @@ class Stream:
 
     def append(self, output: Output) -> None:
         self.outputs.append(output)
-        if self.ready:
+        if self.waiter is not None and self.ready:
             self.wake()
 
     def take(self) -> Output:
         """Return the next output. Only the first one has fields about the prompt, so others are joined."""
         output = self.outputs.popleft()
-        if self.together and self.begun and self.outputs:
-            outputs, last = [output, *self.outputs], self.outputs[-1]
-            self.outputs.clear()
-            output = replace(last, tokens=tuple(token for output in outputs for token in output.tokens))
+        if self.joins and self.begun and self.outputs:
+            tokens = list(output.tokens)
+            while self.outputs and self.outputs[0].finish not in FAILED:  # tokens before an error are read
+                output = self.outputs.popleft()
+                tokens += output.tokens
+            output = msgspec.structs.replace(output, tokens=tuple(tokens))
         self.begun = True
         return output
 
@@ -259,11 +269,6 @@ class Generation(AsyncIterator[Output]):
         output = stream.take()
         self._ended = output.finish is not None
         return output
-
-    @property
-    def ready(self) -> bool:
-        """Whether the next output is here, and may be written with the last one."""
-        return self._client.joins and self._stream.ready
 
     async def accepted(self) -> None:
         """Return when the engine has accepted the request. Raises the errors of `Engine.submit`."""

@@ -345,9 +345,14 @@ class Engine:
         """Launch the pass of a step that has `started`. None: it has no tokens, was interrupted or failed."""
         drafts = self._speculator.plan(plan)
         chunks = [
-            forward_pass.schedule(sequence, tokens, drafts.get(sequence, ()))
-            for sequence, tokens in [*((sequence, 1) for sequence in plan.decodes), *plan.prefills]
+            forward_pass.decode(sequence, drafts.get(sequence, ()))
+            for sequence in plan.decodes
             if sequence.stage is Stage.RUNNING  # it has ended if its blocks could not be announced
+        ]
+        chunks += [
+            forward_pass.schedule(sequence, tokens)
+            for sequence, tokens in plan.prefills
+            if sequence.stage is Stage.RUNNING
         ]
         if not chunks:
             return None
@@ -365,16 +370,15 @@ class Engine:
     def _finish(self, launched: LaunchedPass) -> LaunchedPass | None:
         """Read a pass and apply its results. Returns the pass after it, if that was launched before."""
         ahead = self._look_ahead(launched)
-        result = self._survive(launched.running_chunks, lambda: self._pipeline.read(launched))
+        running = launched.running
+        result = self._survive(running.values(), lambda: self._pipeline.read(launched))
         if result is None:
             return None  # the pass ahead has the same sequences
         self._count_pass(launched.chunks, result.seconds)
         generated = 0
-        for index, chunk in enumerate(launched.chunks):
-            if launched.runs(index):
-                choice = result.sampled.get(index)
-                self._results.advance(chunk, result.seconds, choice, launched.written)
-                generated += chunk.samples
+        for index, chunk in running.items():
+            self._results.advance(chunk, result.seconds, result.sampled.get(index), launched.written)
+            generated += chunk.samples
         accepted = self._speculator.verify(
             launched.chunks, result, self._mask_filler, self._results.take_further
         )
@@ -387,17 +391,19 @@ class Engine:
         self._log.note(launched.plan, self._scheduler, accepted)
         if ahead is None:
             return None
-        runs = self._survive(ahead.running_chunks, lambda: self._pipeline.select(ahead))
+        runs = self._survive(ahead.running.values(), lambda: self._pipeline.select(ahead))
         return ahead if runs else None
 
     def _look_ahead(self, launched: LaunchedPass) -> LaunchedPass | None:
         """Launch the next pass if it needs neither a plan nor drafts."""
-        sampling = [chunk.sequence for chunk in launched.running_chunks if chunk.samples]
-        if not launched.overlaps or self._speculator.expects(sampling):
+        if not launched.overlaps:
+            return None
+        sampling = [chunk.sequence for chunk in launched.running.values() if chunk.samples]
+        if self._speculator.expects(sampling):
             return None
         return self._pipeline.look_ahead(launched)
 
-    def _survive(self, chunks: list[ScheduledChunk], run: Callable[[], Result]) -> Result | None:
+    def _survive(self, chunks: Collection[ScheduledChunk], run: Callable[[], Result]) -> Result | None:
         """Return the result of `run`, a part of the pass of `chunks`. None: it failed, as is processed."""
         try:
             return run()

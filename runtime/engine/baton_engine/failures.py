@@ -9,7 +9,7 @@ persist in its context until the process ends. After other errors only the pass'
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from baton_api.errors import InternalError
@@ -89,7 +89,7 @@ class PassFailures:
                 max_running=min(2 * now.max_running, most.max_running),
             )
 
-    def note(self, chunks: Sequence[ScheduledChunk], error: Exception) -> tuple[FailureKind, str]:
+    def note(self, chunks: Collection[ScheduledChunk], error: Exception) -> tuple[FailureKind, str]:
         """Log a failed pass. Return its kind and text, without the traceback, which keeps its tensors."""
         failure, text = failure_of(error), str(error)
         if failure is FailureKind.LASTING and not isinstance(error, RankFailed):
@@ -102,7 +102,7 @@ class PassFailures:
             log.error("A forward pass failed; these requests end: %s", names, exc_info=error)
         return failure, text
 
-    def recover(self, chunks: Sequence[ScheduledChunk], failure: FailureKind, text: str) -> str | None:
+    def recover(self, chunks: Collection[ScheduledChunk], failure: FailureKind, text: str) -> str | None:
         """
         Make the next passes smaller, or end the requests of the failed one.
 
@@ -121,7 +121,7 @@ class PassFailures:
             return None
         return f"the last {FAILURES_LIMIT} forward passes failed, the last one with: {text}"
 
-    def _relieve(self, chunks: Sequence[ScheduledChunk]) -> bool:
+    def _relieve(self, chunks: Collection[ScheduledChunk]) -> bool:
         """Lower the limits after a pass that ran out of memory. Returns whether the next one is smaller."""
         scheduler = self._scheduler
         if drafted := [chunk.sequence for chunk in chunks if chunk.draft]:
@@ -155,5 +155,5 @@ class PassFailures:
         return True
 
 
-def _tokens(chunks: Sequence[ScheduledChunk]) -> int:
+def _tokens(chunks: Collection[ScheduledChunk]) -> int:
     return sum(chunk.size for chunk in chunks)

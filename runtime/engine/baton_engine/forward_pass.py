@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import abc
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
@@ -21,7 +22,7 @@ from baton_engine.scheduling.sequence import Sequence
 from baton_engine.streams import copied
 
 
-class ScheduledChunk(NamedTuple):
+class ScheduledChunk(msgspec.Struct, frozen=True):
     """The tokens of one sequence in a forward pass. All numbers are those before the pass."""
 
     sequence: Sequence
@@ -71,6 +72,11 @@ def schedule(sequence: Sequence, tokens: int, draft: tuple[int, ...] = ()) -> Sc
         output_tokens=output_tokens,
         draft=draft,
     )
+
+
+def decode(sequence: Sequence, draft: tuple[int, ...] = ()) -> ScheduledChunk:
+    """Return the chunk of the single pending token of a generating sequence."""
+    return ScheduledChunk(sequence, 1, samples=True, ends=False, is_decode=True, draft=draft)
 
 
 Sampled = TokenChoice | BatonError | None
@@ -135,7 +141,10 @@ def row_of(chunk: ScheduledChunk, *, ahead: bool = False) -> BatchRow:
     """Return the row of a chunk. `ahead`: its token is on the device, and will be the sequence's next one."""
     sequence = chunk.sequence
     start = sequence.length if ahead else sequence.computed
-    tokens = (0,) if ahead else sequence.tokens(start, start + chunk.tokens)
+    tokens: abc.Sequence[int] = (0,)
+    if not ahead:
+        is_decode = chunk.is_decode
+        tokens = sequence.output[-1:] if is_decode else sequence.tokens(start, start + chunk.tokens)
     if chunk.draft:
         tokens = [*tokens, *chunk.draft]
     request, table = sequence.request, sequence.table

@@ -114,6 +114,9 @@ class Lifecycle:
             return
         finish = self._finish_reason(sequence, choice.token)
         first = len(sequence.output) == 1
+        if finish is None and not first and relay is None and prompt_output is None:
+            self._outputs.append(Output(request.id, (choice,)))
+            return
         self._outputs.append(
             Output(
                 request.id,

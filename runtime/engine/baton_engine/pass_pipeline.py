@@ -30,6 +30,7 @@ from baton_engine.forward_pass import (
     PassResult,
     ScheduledChunk,
     compute,
+    decode,
     row_of,
     with_errors,
     without_errors,
@@ -76,15 +77,14 @@ class LaunchedPass:
     """Of the chunks in `sampled`."""
     selection: Selection | None = None
 
-    def runs(self, index: int) -> bool:
-        """Return whether the sequence of a chunk still runs, and was not retracted since the launch."""
-        sequence = self.chunks[index].sequence
-        return sequence.stage is Stage.RUNNING and sequence.admissions == self.admissions[index]
-
     @property
-    def running_chunks(self) -> list[ScheduledChunk]:
-        """The chunks whose results count."""
-        return [chunk for index, chunk in enumerate(self.chunks) if self.runs(index)]
+    def running(self) -> dict[int, ScheduledChunk]:
+        """By index, the chunks whose sequence still runs, and was not retracted since the launch."""
+        return {
+            index: chunk
+            for index, (chunk, admissions) in enumerate(zip(self.chunks, self.admissions, strict=True))
+            if chunk.sequence.stage is Stage.RUNNING and chunk.sequence.admissions == admissions
+        }
 
 
 class PassInterruption:
@@ -195,7 +195,7 @@ class PassPipeline:
 
         Returns whether any of its sequences still runs.
         """
-        sampled = [index for index in range(len(ahead.chunks)) if ahead.runs(index)]
+        sampled = list(ahead.running)
         if sampled and ahead.selection is None:
             states = [ahead.chunks[index].sequence.sampling_state for index in sampled]
             masks = self._mask_filler.begin([state.token_mask for state in states]).wait()
@@ -208,11 +208,8 @@ class PassPipeline:
 
         Empty, if it does not sample a token of each running sequence.
         """
-        rows = {
-            current.chunks[index].sequence: row
-            for row, index in enumerate(current.sampled)
-            if current.runs(index)
-        }
+        running = current.running
+        rows = {running[index].sequence: row for row, index in enumerate(current.sampled) if index in running}
         if len(rows) != len(self._scheduler.running):
             return {}
         return {sequence: row for sequence, row in rows.items() if not self._ends(sequence)}
@@ -228,7 +225,7 @@ class PassPipeline:
 
     def _launched_ahead(self, current: LaunchedPass, rows: dict[Sequence, int]) -> LaunchedPass:
         assert current.selection is not None
-        chunks = [ScheduledChunk(sequence, 1, samples=True, ends=False, is_decode=True) for sequence in rows]
+        chunks = [decode(sequence) for sequence in rows]
         device = self._cache.kv.device
         batch = Batch([row_of(chunk, ahead=True) for chunk in chunks], self._cache.block_size, device)
         tokens = current.selection.tokens

@@ -133,7 +133,7 @@ class Api:
 
 
 @contextlib.asynccontextmanager
-async def open_frontend(served: Served, app: ASGIApp) -> AsyncIterator[ASGIApp]:
+async def open_frontend(served: Served, app: ASGIApp, *, joins: bool) -> AsyncIterator[ASGIApp]:
     """The API of `served`, whose generating endpoints a frontend in this process serves."""
     service = served.others
     assert isinstance(service, EngineService)
@@ -146,6 +146,7 @@ async def open_frontend(served: Served, app: ASGIApp) -> AsyncIterator[ASGIApp]:
     _, link = await loop.create_connection(EngineLink, sock=theirs)
     connection.hello(hello_of(served, "", "worker", BLOCK_SIZE, ""))
     frontend = Frontend(link, await link.hello, served.tokenizer)
+    frontend.served.engine.joins = joins
     connection.serving.set()
 
     async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
@@ -169,11 +170,13 @@ async def open_api(
     chunk_tokens: int = 512,
     client: type[AsyncEngine] = AsyncEngine,
     split: bool | None = None,
+    joins: bool = False,
     **served_fields: Any,
 ) -> AsyncIterator[Api]:
     """
     `split`: a frontend serves the endpoints that generate, over a link to the engine. None:
-    `split_by_default`.
+    `split_by_default`. `joins`: as `EngineClient.joins` of the frontend; without it, events are those of one
+    process.
     """
     split = split_by_default if split is None else split
     model = TalkingModel()
@@ -199,7 +202,7 @@ async def open_api(
     try:
         async with contextlib.AsyncExitStack() as stack:
             if split:
-                app = await stack.enter_async_context(open_frontend(served, app))
+                app = await stack.enter_async_context(open_frontend(served, app, joins=joins))
             transport = httpx.ASGITransport(app=app)
             http = httpx.AsyncClient(transport=transport, base_url="http://worker")
             yield Api(served, app, model, await stack.enter_async_context(http))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,7 +17,7 @@ from baton_api.messages import TokenChoice
 from baton_api.sampling import SamplingParams
 from baton_engine.adapters import AdapterRegistry
 from baton_engine.frontends.engine_service import EngineService, outcome
-from baton_engine.frontends.messages import Outcome, Serving
+from baton_engine.frontends.messages import Outcome, Serving, Tokens
 from baton_engine.frontends.remote_engine import GONE, EngineLink, RemoteEngine
 from baton_engine.metrics.exposition import ApiMetrics
 from baton_engine.requests import (
@@ -67,12 +67,26 @@ CHANGING = re.compile(
 )
 """Parts of answers that are never the same twice."""
 
+TEXT = re.compile(r'"(?:content|text)":"((?:[^"\\]|\\.)*)"')
 
-async def answers(api: Api) -> dict[str, tuple[int, str]]:
+
+def with_joined_texts(stream: str) -> list[tuple[str, str]]:
+    """The events, without their texts, and these. Tokens that come meanwhile are one event of a frontend."""
+    joined: list[tuple[str, str]] = []
+    for event in stream.split("\n\n"):
+        frame, text = TEXT.sub("", event), "".join(TEXT.findall(event))
+        if joined and text and joined[-1][0] == frame:
+            joined[-1] = frame, joined[-1][1] + text
+        else:
+            joined.append((frame, text))
+    return joined
+
+
+async def answers(api: Api) -> dict[str, tuple[int, list[tuple[str, str]]]]:
     got = {}
     for name, (path, body) in CASES.items():
         answer = await api.http.post(path, json={"model": MODEL, "temperature": 0} | body)
-        got[name] = answer.status_code, CHANGING.sub("", answer.text)
+        got[name] = answer.status_code, with_joined_texts(CHANGING.sub("", answer.text))
     return got
 
 
@@ -87,7 +101,7 @@ async def counts(api: Api) -> dict[str, str]:
 async def test_frontend_answers_and_counts_as_one_process_does() -> None:
     async with open_api(split=False) as api:
         one, counted = await answers(api), await counts(api)
-    async with open_api(split=True) as api:
+    async with open_api(split=True, joins=True) as api:
         two = await answers(api)
         await eventually(api.at_rest)
         api.assert_all_blocks_back()
@@ -130,7 +144,8 @@ async def test_every_field_of_an_output_reaches_the_frontend() -> None:
         ),
     )
     empty = Output("")
-    same = [one.name for one in fields(Output) if getattr(output, one.name) == getattr(empty, one.name)]
+    names = Output.__struct_fields__
+    same = [name for name in names if getattr(output, name) == getattr(empty, name)]
     assert not same, "give these fields a value"
     link = EngineLink()
     link.transport = Mock(asyncio.Transport)
@@ -144,7 +159,22 @@ async def test_every_field_of_an_output_reaches_the_frontend() -> None:
     assert isinstance(got.prompt_output, PromptLogprobs) and isinstance(output.prompt_output, PromptLogprobs)
     for one in fields(PromptLogprobs):
         assert np.array_equal(getattr(got.prompt_output, one.name), getattr(output.prompt_output, one.name))
+    replace = msgspec.structs.replace
     assert replace(got, error=None, prompt_output=None) == replace(output, error=None, prompt_output=None)
+
+
+async def test_frontend_reads_tokens_that_have_come_meanwhile_as_one_output_before_an_error() -> None:
+    link = EngineLink()
+    link.transport = Mock(asyncio.Transport)
+    engine = RemoteEngine(link, 16)
+    generation = engine.generate(Request(id="one", prompt=(1, 2), sampling=SamplingParams()))
+    engine.receive(Outcome(1, tokens=(TokenChoice(token=4),)))
+    for token in (5, 6, 7):
+        engine.receive(Tokens([1, 9], [token, 0]))  # 9 has ended
+    engine.receive(outcome(1, Output("", finish=FinishReason.ERROR, error=NotReady("gone"))))
+    read = [([choice.token for choice in output.tokens], output.error) async for output in generation]
+    assert [tokens for tokens, _ in read] == [[4], [5, 6, 7], []]
+    assert [str(error) for _, error in read] == ["None", "None", "gone"]
 
 
 async def test_frontend_rejects_choices_beyond_the_queue_before_the_answer_begins() -> None:

@@ -20,7 +20,7 @@ from baton_engine.api.generate import Generate
 from baton_engine.api.http import HttpServer
 from baton_engine.api.messages.output import _usage as messages_usage
 from baton_engine.api.responses.output import _usage as responses_usage
-from baton_engine.api.streaming import Usage
+from baton_engine.api.streaming import HOLE, TextEvents, Usage, data_event
 from tests.engine.api.api import LETTERS, MODEL, USER, Api, events, eventually, open_api
 from tests.plain_http import PLAIN
 
@@ -64,6 +64,12 @@ async def test_stream_events_are_lines_for_readers_that_split_at_unicode_separat
         assert answer.status_code == 200
     texts = json.dumps([json.loads(line.removeprefix("data: ")) for line in lines], ensure_ascii=False)
     assert all(separator in texts for separator in "\u2028\u2029\x85")
+
+
+def test_text_events_are_those_that_are_encoded_whole() -> None:
+    frame = TextEvents(data_event({"id": "a\0b", "choices": [{"content": HOLE, "n": 1}]}))
+    for text in ("", "a", '"\\', "\0\n", SEPARATORS, "\U0001f600"):
+        assert frame.event(text) == data_event({"id": "a\0b", "choices": [{"content": text, "n": 1}]})
 
 
 USAGES: dict[str, Callable[[Usage], dict[str, Any]]] = {

@@ -117,12 +117,6 @@ class Choices:
         report = self._exchange.report
         return [] if report is None else [(headers.PROMPT.encode(), report.encode().encode())]
 
-    @property
-    def ready(self) -> bool:
-        """Whether the next piece of `pieces`, or its end, is here. Not known of several choices."""
-        outputs = self.all[0].outputs
-        return len(self.all) == 1 and outputs is not None and outputs.ready
-
     def abort(self) -> None:
         """Abort the request from outside: `pieces` raises RequestAborted."""
         self.aborted = True

@@ -29,7 +29,7 @@ from baton_engine.api.logprobs import (
 from baton_engine.api.parameters import Parameters
 from baton_engine.api.prompts import PromptInput, read_prompts
 from baton_engine.api.served import Served
-from baton_engine.api.streaming import Streaming, Usage
+from baton_engine.api.streaming import HOLE, Streaming, TextEvents, Usage
 from baton_engine.api.transcript import Piece
 from baton_engine.api.work import Prompt, Work, fit, read_max_tokens
 from baton_engine.model.tokenizer import Tokenizer
@@ -152,11 +152,18 @@ class CompletionShape:
     created: int = field(default_factory=lambda: int(time.time()))
     _opened: set[int] = field(default_factory=set)
     """Indexes of the choices whose first chunk was written."""
+    _texts: dict[int, TextEvents] = field(default_factory=dict)
+    """By index, the chunks that are no more than a text."""
 
     def events(self, choice: Choice, piece: Piece, usage: Callable[[], Usage]) -> bytes:
+        if choice.index in self._texts and piece.finish is None:
+            return self._texts[choice.index].event(piece.text) if piece.text else b""
         chunks: list[dict[str, Any]] = []
         if choice.index not in self._opened:
             self._opened.add(choice.index)
+            if self.alternatives is None and not self.shows_ids and not self.streaming.continuous_usage:
+                chunk = {"index": choice.index, "text": HOLE, "logprobs": None, "finish_reason": None}
+                self._texts[choice.index] = TextEvents(self.streaming.event(self._envelope([chunk]), usage))
             if self.echoes is not None or self.shows_ids:
                 opening = {
                     "index": choice.index,

@@ -2,7 +2,8 @@
 The handler of the endpoints that generate text: one JSON object, or a stream of events.
 
 The response starts with the first output of the engine, so that every rejection has an HTTP status. Each
-further output is one write to the connection; in a process of its own, all that have come meanwhile are one.
+further output is one write to the connection; in a process of its own, all that have come meanwhile are one
+output.
 """
 
 from __future__ import annotations
@@ -190,7 +191,6 @@ class Generate:
     ) -> None:
         async with until_disconnect(receive):
             writer: StreamWriter | None = None
-            unwritten = b""
             try:
                 async with contextlib.aclosing(choices.pieces()) as gained:
                     async for choice, piece in gained:
@@ -203,21 +203,15 @@ class Generate:
                         events = work.shape.events(choice, piece, lambda: choices.usage)
                         if followed:
                             events += resume_tokens(piece) if resumable(work) else choices.count.comment()
-                        unwritten += events
-                        if unwritten and not choices.ready:  # else the next piece goes with the same write
-                            events, unwritten = unwritten, b""
+                        if events:
                             await writer.write(events)
             except RequestAborted as error:
                 if writer is None:
                     raise
                 # A requested abort ends the stream regularly.
-                last = unwritten + work.failure(error) + work.done
-            except Exception:
-                if writer is not None and unwritten:
-                    await writer.write(unwritten)
-                raise
+                last = work.failure(error) + work.done
             else:
-                last = unwritten + work.shape.closing(choices.usage)
+                last = work.shape.closing(choices.usage)
             finally:
                 if writer is not None:
                     writer.close()

@@ -59,6 +59,23 @@ def error_event(error: BatonError) -> bytes:
     return data_event(error.body())
 
 
+HOLE = msgspec.Raw(b"\0")
+"""Stands for the text of `TextEvents`. JSON has no such byte."""
+
+
+class TextEvents:
+    """Events of one stream that differ in one text: the rest is encoded once."""
+
+    __slots__ = ("_after", "_before")
+
+    def __init__(self, event: bytes) -> None:
+        """`event` has a `HOLE`."""
+        self._before, self._after = event.split(b"\0")
+
+    def event(self, text: str) -> bytes:
+        return self._before + on_one_line(msgspec.json.encode(text)) + self._after
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     prompt_tokens: int

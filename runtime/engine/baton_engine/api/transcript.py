@@ -12,6 +12,8 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from baton_api.messages import TokenChoice
 from baton_engine.api.parameters import Parameters
 from baton_engine.api.parsing.parts import Part, Reader
@@ -21,8 +23,7 @@ from baton_engine.prompt_lookup import Lookup
 from baton_engine.requests import FinishReason, Output
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """The addition of one engine output to a choice."""
 
     text: str = ""

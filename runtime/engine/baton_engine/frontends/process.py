@@ -19,7 +19,7 @@ import sys
 import uvloop
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from baton_api import logs, mutual_tls
+from baton_api import collector, logs, mutual_tls
 from baton_api.errors import NotReady
 from baton_api.keys import Keys
 from baton_api.workers import Load
@@ -174,6 +174,7 @@ def main() -> None:
     logs.begin(logs.read_format(sys.argv[3]), sys.argv[4])
     for opened in (link, listening):
         opened.setblocking(False)
+    collector.run_rarely()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run(link, listening))
 

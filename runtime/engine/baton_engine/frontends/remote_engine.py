@@ -136,7 +136,7 @@ class RemoteEngine(EngineClient):
                 for number, token in zip(numbers, tokens, strict=True):
                     request = self._requests.get(number)
                     if request is not None:
-                        self._deliver([Output(request.id, (TokenChoice(token=token),))])
+                        self._streams[request.id].append(Output(request.id, (TokenChoice(token=token),)))
             case Outcome():
                 self._end_or_continue(message)
             case Accepted(number):

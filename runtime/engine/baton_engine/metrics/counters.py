@@ -70,9 +70,10 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self._total = 0.0
 
-    def add(self, seconds: float) -> None:
-        self._counts[bisect_left(self._bounds, seconds)] += 1
-        self._total += seconds
+    def add(self, seconds: float, count: int = 1) -> None:
+        """Count `count` durations of `seconds` each."""
+        self._counts[bisect_left(self._bounds, seconds)] += count
+        self._total += count * seconds
 
     def times(self) -> Times:
         bounds = (*self._bounds, math.inf)

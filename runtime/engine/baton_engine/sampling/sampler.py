@@ -29,7 +29,7 @@ from torch import Tensor
 from baton_api.messages import TokenChoice
 from baton_api.sampling import SamplingParams
 from baton_engine.ops.choice import selection as kernels_of
-from baton_engine.ops.token_weights import BLOCK, TokenRule, weigh
+from baton_engine.ops.token_weights import BLOCK, GREEDY, TokenRule, weigh
 from baton_engine.sampling import token_masks
 from baton_engine.sampling.logprobs import Logprobs
 from baton_engine.sampling.state import SamplingState, TokenCounts, rule_of
@@ -66,7 +66,7 @@ def select(
     reported = Logprobs(logits, states)
     token_masks.apply(logits, masked)
     _adjust(logits, states)
-    rules = [rule_of(state, logits.shape[1]) for state in states]
+    rules = [GREEDY if state.greedy else rule_of(state, logits.shape[1]) for state in states]
     by_kernels = kernels_of(logits.device.type)
     selected = select_on_host(logits, rules) if by_kernels is None else by_kernels(logits, rules)
     return Selection(selected, logits.device, reported)
@@ -98,6 +98,8 @@ class Selection:
         if isinstance(tokens, Tensor):
             assert self._on_host is not None
             tokens = [None if token < 0 else token for token in self._on_host.tolist()]
+        if not self._reported.rows:
+            return [None if token is None else TokenChoice(token=token) for token in tokens]
         return [
             None if token is None else self._reported.choice(row, token) for row, token in enumerate(tokens)
         ]

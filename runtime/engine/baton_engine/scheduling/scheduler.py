@@ -190,9 +190,11 @@ class Scheduler:
 
     def advance(self, sequence: Sequence, tokens: int) -> None:
         """Count `tokens` computed tokens, and publish complete blocks."""
-        request = sequence.request
         sequence.computed += tokens
         size, events = self.block_size, self.kv_events
+        if sequence.computed < (sequence.published + 1) * size:
+            return
+        request = sequence.request
         adapter = "" if request.adapter is None else request.adapter.name
         for index in range(sequence.published, sequence.computed // size):
             name, parent = sequence.block_hash(index), sequence.parent(index)
@@ -372,6 +374,8 @@ class Scheduler:
         return self._admit(plan, self._plan_prefills(plan, budget, patient), patient)
 
     def _plan_prefills(self, plan: StepPlan, budget: int, patient: bool) -> int:
+        if len(plan.decodes) == len(self.running):
+            return budget  # all of them generate
         for sequence in self.running:
             if budget <= 0:
                 break

@@ -165,7 +165,7 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """Whether only the last sampled token is pending. Such sequences take part in every pass."""
-        return bool(self.output) and self.pending == 1
+        return bool(self.output) and self.computed + 1 == len(self.request.prompt) + len(self.output)
 
     @property
     def cacheable(self) -> int:

@@ -19,7 +19,7 @@ from baton_engine.api.answer_shape import Choice
 from baton_engine.api.logprobs import Name, chat_logprobs, prompt_logprobs
 from baton_engine.api.parsing.parts import AnswerText, Arguments, Part, Thought, ToolCall, merged
 from baton_engine.api.parsing.tools.toolbox import Toolbox
-from baton_engine.api.streaming import Streaming, Usage
+from baton_engine.api.streaming import HOLE, Streaming, TextEvents, Usage
 from baton_engine.api.transcript import Piece, Transcript
 from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.requests import FinishReason
@@ -65,9 +65,15 @@ class ChatShape:
     created: int = field(default_factory=lambda: int(time.time()))
     _streams: dict[int, ChoiceStream] = field(default_factory=dict)
     """The streams of the choices whose first chunk was written, by index."""
+    _texts: dict[int, TextEvents] = field(default_factory=dict)
+    """By index, the chunks that are no more than a text."""
 
     def events(self, choice: Choice, piece: Piece, usage: Callable[[], Usage]) -> bytes:
         index = choice.index
+        if index in self._texts and piece.finish is None and len(piece.parts) == 1:
+            (part,) = piece.parts
+            if isinstance(part, AnswerText):
+                return self._texts[index].event(part.text)
         stream = self._streams.get(index)
         deltas: list[dict[str, Any]] = []
         opening = 0
@@ -75,14 +81,16 @@ class ChatShape:
             stream = self._streams[index] = ChoiceStream(self.toolbox)
             deltas = self._opening()
             opening = len(deltas)
+            if self.alternatives is None and self.prompt_ids is None and not self.streaming.continuous_usage:
+                chunk = _chunk(index, {"content": HOLE})
+                event = self.streaming.event(self._envelope(CHUNK, [chunk]), usage)
+                self._texts[index] = TextEvents(event)
         parts = piece.parts if len(piece.parts) < 2 else merged(piece.parts)
         deltas += [stream.delta(part) for part in parts]
         shows_tokens = bool(piece.tokens) and (self.alternatives is not None or self.prompt_ids is not None)
         if shows_tokens and len(deltas) == opening:
             deltas.append({"content": ""})
-        chunks: list[dict[str, Any]] = [
-            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
-        ]
+        chunks = [_chunk(index, delta) for delta in deltas]
         if shows_tokens:
             chunks[opening] |= {"logprobs": self._logprobs(piece)} | self._token_ids(piece)
         if piece.finish is not None:
@@ -168,6 +176,10 @@ class ChatShape:
             "matched_stop": transcript.matched,
             "stop_reason": transcript.stop_reason,
         }
+
+
+def _chunk(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
 def _thought(text: str | None) -> dict[str, Any]:
