@@ -298,6 +298,7 @@ def main() -> None:
     for server in options.server:
         name, _, command = server.partition("=")
         results[name] = {}
+        random.seed(1)  # all servers get the same prompts: whether a token has text depends on them
         filled = command.format(model=options.model, port=options.port)
         with running(filled, options.port, options.out / f"{name.replace(' ', '-')}.log") as process:
             target = Target(options.port, served_name(options.port), options.vocabulary)

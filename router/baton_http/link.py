@@ -67,14 +67,15 @@ class LinkProtocol(asyncio.Protocol):
     def send(self, message: msgspec.Struct) -> None:
         """Send a message soon; it is dropped if the connection is closed."""
         if not self._sending:
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self.flush)
         encoded = self._encoder.encode(message)
         self._sending += len(encoded).to_bytes(4)
         self._sending += encoded
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write now what is not written yet."""
         sending, self._sending = self._sending, bytearray()
-        if not self.transport.is_closing():
+        if sending and not self.transport.is_closing():
             self.transport.write(sending)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

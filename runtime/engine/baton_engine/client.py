@@ -140,6 +140,8 @@ class AsyncEngine(EngineClient):
             tiers=tiers,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.delivered: set[Callable[[], None]] = set()
+        """Called once all outputs of a step are delivered."""
 
     @property
     def block_size(self) -> int:
@@ -180,6 +182,11 @@ class AsyncEngine(EngineClient):
 
     def _submit(self, request: Request) -> None:
         self.engine.submit(request)
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        super()._deliver(outputs)
+        for call in tuple(self.delivered):
+            call()
 
     def _receive(self, outputs: list[Output]) -> None:
         """Pass outputs to the event loop. Called on the engine's thread."""

@@ -139,8 +139,9 @@ class WorkerSettings(BaseSettings):
 
     api_processes: int = Field(default=0, ge=0, le=64)
     """Number of processes beside the one that computes: they validate, tokenize, detokenize and stream chat,
-    completions, messages and /generate. 0: none, one process does all. 1 or 2 pay where tokens come faster
-    than about 10,000 per second, as on a GPU with more than 100 streams; else the first token comes later.
+    completions, messages, /generate and, behind a router, responses. 0: none, one process does all. 1 or 2
+    pay where tokens come faster than about 10,000 per second, as on a GPU with more than 100 streams; else
+    the first token comes later. Tokens that come faster than they can be written are one event of a stream.
     With `seed`, each process has its own sequence of seeds."""
 
     drain_s: float = Field(default=60.0, ge=0)

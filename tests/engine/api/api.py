@@ -31,7 +31,7 @@ from baton_engine.api.served import OtherProcesses
 from baton_engine.client import AsyncEngine
 from baton_engine.frontends.engine_service import EngineService, FrontendConnection
 from baton_engine.frontends.pool import hello_of
-from baton_engine.frontends.process import GENERATING, Frontend
+from baton_engine.frontends.process import Frontend, is_served
 from baton_engine.frontends.remote_engine import EngineLink
 from baton_engine.grammar.grammars import Grammars
 from baton_engine.kv.cache import KVCache
@@ -150,8 +150,7 @@ async def open_frontend(served: Served, app: ASGIApp, *, joins: bool) -> AsyncIt
     connection.serving.set()
 
     async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
-        hot = scope["method"] == "POST" and scope["path"] in GENERATING
-        await (frontend.generating if hot else app)(scope, receive, send)
+        await (frontend.generating if is_served(scope) else app)(scope, receive, send)
 
     try:
         yield dispatch

@@ -12,11 +12,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from baton_api import headers
 from baton_api.errors import InvalidRequest, NotReady
 from baton_api.messages import TokenChoice
 from baton_api.sampling import SamplingParams
 from baton_engine.adapters import AdapterRegistry
-from baton_engine.frontends.engine_service import EngineService, outcome
+from baton_engine.frontends.engine_service import EngineService, RemoteSink, outcome
 from baton_engine.frontends.messages import Outcome, Serving, Tokens
 from baton_engine.frontends.remote_engine import GONE, EngineLink, RemoteEngine
 from baton_engine.metrics.exposition import ApiMetrics
@@ -175,6 +176,39 @@ async def test_frontend_reads_tokens_that_have_come_meanwhile_as_one_output_befo
     read = [([choice.token for choice in output.tokens], output.error) async for output in generation]
     assert [tokens for tokens, _ in read] == [[4], [5, 6, 7], []]
     assert [str(error) for _, error in read] == ["None", "None", "gone"]
+
+
+async def test_outputs_of_a_step_are_written_in_the_same_turn_of_the_event_loop() -> None:
+    """In the next one, the engine's thread may hold the interpreter until it has launched a pass."""
+    async with open_api(split=True) as api:
+        service, engine = api.served.others, api.served.computing
+        assert isinstance(service, EngineService)
+        (connection,) = service.connections
+        names = ("one", "two")
+        requests = [Request(id=name, prompt=(1, 2), sampling=SamplingParams()) for name in names]
+        sinks = [RemoteSink(connection, number, request) for number, request in enumerate(requests)]
+        written = Mock(asyncio.Transport)
+        written.is_closing.return_value = False
+        transport, connection.transport = connection.transport, written
+        for token in (4, 5):
+            for sink in sinks:
+                sink.append(Output(sink.request.id, (TokenChoice(token=token),)))
+        for deliver in engine.delivered:
+            deliver()
+        connection.transport = transport
+        (call,) = written.write.call_args_list
+        assert bytes(call.args[0]).endswith(msgspec.msgpack.encode(Tokens([0, 1], [5, 5])))
+
+
+async def test_frontend_serves_responses_whose_conversations_a_router_keeps() -> None:
+    async with open_api(split=True) as api:
+        body = {"model": MODEL, "input": "ab", "max_output_tokens": 16}
+        routed = await api.http.post("/v1/responses", json=body, headers={headers.STATE: "0"})
+        assert routed.status_code == 200 and not api.served.history
+        stored = await api.http.post("/v1/responses", json=body)
+        assert [exchange.path for exchange in api.served.history] == ["/v1/responses"]
+        found = [(await api.http.get(f"/v1/responses/{answer.json()['id']}")) for answer in (routed, stored)]
+        assert [answer.status_code for answer in found] == [404, 200]
 
 
 async def test_frontend_rejects_choices_beyond_the_queue_before_the_answer_begins() -> None:

@@ -38,7 +38,7 @@ __all__ = ["Served", "create_app"]
 
 
 def generating(served: Served) -> list[Route]:
-    """The routes of the endpoints that generate text, but for `/v1/responses`, which are stored."""
+    """The routes of the endpoints that generate text, but for `/v1/responses`."""
     return [
         Route("/v1/chat/completions", Generate(served, endpoint.prepare), methods=["POST"]),
         Route("/v1/completions", Generate(served, completions.prepare), methods=["POST"]),
@@ -48,8 +48,9 @@ def generating(served: Served) -> list[Route]:
 
 
 def create_generating(served: Served) -> ASGIApp:
-    """Create the ASGI app of `generating` only."""
-    return _at_the_edge(served, Router(generating(served), redirect_slashes=False))
+    """Create the ASGI app of a frontend: `generating`, and responses whose conversation a router keeps."""
+    router = Router([*generating(served), responses.route_for_routers(served)], redirect_slashes=False)
+    return _at_the_edge(served, router)
 
 
 def create_app(served: Served) -> ASGIApp:

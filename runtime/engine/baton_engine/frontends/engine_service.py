@@ -147,6 +147,7 @@ class FrontendConnection(LinkProtocol):
     def hello(self, hello: Hello) -> None:
         self.send(hello)
         self._service.connections.add(self)
+        self._service.engine.delivered.add(self.send_outputs)
 
     def ask(self, question: Callable[[int], messages.Message]) -> asyncio.Future[Reply]:
         """Send a question, and return the future of its reply."""
@@ -156,9 +157,7 @@ class FrontendConnection(LinkProtocol):
         return reply
 
     def add_token(self, number: int, token: int) -> None:
-        """Send a token with those of other requests of this turn of the event loop."""
-        if not self._numbers:
-            self._loop.call_soon(self.send_tokens)
+        """Send a token with those of other requests of this step."""
         self._numbers.append(number)
         self._tokens.append(token)
 
@@ -167,6 +166,16 @@ class FrontendConnection(LinkProtocol):
         if self._numbers:
             self.send(Tokens(self._numbers, self._tokens))
             self._numbers, self._tokens = [], []
+
+    def send_outputs(self) -> None:
+        """
+        Write the outputs of a step at once.
+
+        In the next turn of the event loop, the engine's thread might hold the interpreter meanwhile, while it
+        launches the next pass.
+        """
+        self.send_tokens()
+        self.flush()
 
     def forget(self, number: int) -> None:
         self._sinks.pop(number, None)
@@ -203,6 +212,7 @@ class FrontendConnection(LinkProtocol):
 
     def on_closed(self) -> None:
         self._service.connections.discard(self)
+        self._service.engine.delivered.discard(self.send_outputs)
         self._service.past = summed([*self._service.past, *self.samples])
         for task in self._preparing.values():
             task.cancel()

@@ -28,6 +28,7 @@ from baton_engine.api.app import create_generating
 from baton_engine.api.http import HttpServer, RequestDrain
 from baton_engine.api.operations import abort_named
 from baton_engine.api.parameters import defaults_of
+from baton_engine.api.responses import endpoint as responses
 from baton_engine.api.served import Served
 from baton_engine.frontends import messages
 from baton_engine.frontends.messages import (
@@ -54,6 +55,19 @@ log = logging.getLogger(__name__)
 GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/generate"})
 """Paths that a frontend serves; `baton_engine.api.app.create_generating` has their routes."""
 
+
+def is_served(scope: Scope) -> bool:
+    """
+    Return whether a frontend serves a request itself.
+
+    It does not serve a response that this worker stores: the next request may reach another frontend.
+    """
+    if scope["method"] != "POST":
+        return False
+    path: str = scope["path"]
+    return path in GENERATING or (path == responses.PATH and responses.items_of_router(scope) is not None)
+
+
 LAST_S = 5.0
 """Seconds for the answers to reach their clients after the process that computes is gone."""
 
@@ -68,7 +82,7 @@ class Dispatch:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        if scope["method"] == "POST" and scope["path"] in GENERATING:
+        if is_served(scope):
             await self._generating(scope, receive, send)
         else:
             await self._control(scope, receive, send)

@@ -118,6 +118,19 @@ def forget(response: ResponseBody) -> None:
 
 _STATE = headers.STATE.encode()
 
+PATH = "/v1/responses"
+
+
+def items_of_router(scope: Scope) -> int | None:
+    """Return the number of earlier items that the router has put before the input. None: no router did."""
+    given: bytes = dict(scope["headers"]).get(_STATE, b"")
+    return int(given) if given.isdigit() else None
+
+
+def route_for_routers(served: Served) -> Route:
+    """Return the route of requests with `items_of_router`, which need no store."""
+    return Route(PATH, Create(served, None), methods=["POST"])
+
 
 def routes(served: Served) -> list[Route]:
     """Return the routes, with a common store."""
@@ -149,7 +162,7 @@ def routes(served: Served) -> list[Route]:
         raise response_store.not_cancelable()
 
     return [
-        Route("/v1/responses", create, methods=["POST"]),
+        Route(PATH, create, methods=["POST"]),
         Route("/v1/responses/{id}", retrieve, methods=["GET"]),
         Route("/v1/responses/{id}", delete, methods=["DELETE"]),
         Route("/v1/responses/{id}/input_items", input_items, methods=["GET"]),
@@ -160,7 +173,8 @@ def routes(served: Served) -> list[Route]:
 class Create:
     """`POST /v1/responses`."""
 
-    def __init__(self, served: Served, store: ResponseStore) -> None:
+    def __init__(self, served: Served, store: ResponseStore | None) -> None:
+        """`store`: None if all requests have `items_of_router`."""
         self._served = served
         self._store = store
 
@@ -169,11 +183,12 @@ class Create:
         await generate(scope, receive, send)
 
     def _memory(self, scope: Scope) -> ConversationMemory:
-        given = dict(scope["headers"])
-        earlier = given.get(_STATE, b"")
-        if earlier.isdigit():
-            return RoutersMemory(int(earlier))
-        return OwnMemory(self._store, owner(given.get(b"authorization", b""), self._served.keys.required))
+        earlier = items_of_router(scope)
+        if earlier is not None:
+            return RoutersMemory(earlier)
+        assert self._store is not None
+        credentials = dict(scope["headers"]).get(b"authorization", b"")
+        return OwnMemory(self._store, owner(credentials, self._served.keys.required))
 
 
 def _json(body: bytes) -> Response:
