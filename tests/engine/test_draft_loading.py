@@ -16,7 +16,7 @@ from baton_engine.model.progress import SILENT
 from baton_engine.requests import Request
 from baton_engine.settings import WorkerSettings
 from baton_engine.spec import Quantize
-from baton_engine.speculation.loading import load_draft, speculation_tokens
+from baton_engine.speculation.loading import load_draft, speculation_tokens, with_head
 from baton_engine.worker import open_worker
 from tests.engine.draft_heads import drop_config, make_eagle3, make_mtp
 from tests.engine.encoders import make_encoder
@@ -140,6 +140,18 @@ async def test_workers_of_a_pair_load_the_same_head(tmp_path: Path) -> None:
         async with open_worker(settings) as worker:
             digests.append(worker.compatibility.digest)
     assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.parametrize(("speculation", "logged"), [("auto", True), ("off", False)])
+def test_mtp_layer_that_is_not_used_is_logged(
+    speculation: str, logged: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = Checkpoint(make_mtp(tmp_path / "model"), "model")
+    spec = load_spec(checkpoint)
+    settings = WorkerSettings.model_validate({"model": "m", "speculation": speculation})
+    with caplog.at_level("INFO"):
+        assert with_head(settings, spec, checkpoint, CPU, torch.float32, SILENT) == (spec, None)
+    assert ("model predicts a further token: with --speculation mtp" in caplog.text) == logged
 
 
 async def test_mtp_of_a_model_without_such_a_layer_is_refused(tmp_path: Path) -> None:
