@@ -12,7 +12,7 @@ from baton_engine.graphs import CaptureLimits, GraphModel, GraphPasses, head_wit
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.scheduling.limits import EngineLimits
-from tests.engine.draft_heads import CountingDecoder, decoder_of, make_eagle3
+from tests.engine.draft_heads import CountingDecoder, decoder_of, make_eagle3, make_mtp
 from tests.engine.fake_graphs import FakeGraphs
 from tests.engine.fake_streams import on_device
 from tests.engine.greedy import CPU
@@ -37,14 +37,19 @@ def rows_of(tokens: list[list[int]], starts: list[int], wanted: bool = True) -> 
     return Batch(counted, BLOCK_SIZE, CPU)
 
 
-def test_captured_head_computes_what_a_plain_one_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_captured_head_computes_what_a_plain_one_does(kind: str, tmp_path: Path) -> None:
     """
-    A prompt, three draft tokens, their verification, of which all, or none, are accepted, and the next draft.
+    Two prompts, two draft tokens of each, and their verification. One is rejected. Then the next draft.
 
-    Draft tokens of the first row cross the border of two blocks. The second draft goes on with one row.
+    Draft tokens of the first row cross the border of two blocks. The MTP layer has latent attention.
     """
-    folder = make_model(tmp_path / "model", num_hidden_layers=3)
-    head_folder = make_eagle3(tmp_path / "head", folder, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    head_folder = None
+    if kind == "mtp":
+        folder = make_mtp(tmp_path / "model", num_hidden_layers=2)
+    else:
+        folder = make_model(tmp_path / "model", num_hidden_layers=3)
+        head_folder = make_eagle3(tmp_path / "head", folder, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
     plain = decoder_of(folder, head_folder)
     kernels, captured = (decoder_of(folder, head_folder, AcceleratorOps) for _ in range(2))
     caches = [KVCache(plain.spec, 6, torch.float32, CPU) for _ in range(3)]
