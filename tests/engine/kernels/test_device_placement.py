@@ -32,6 +32,7 @@ from baton_engine.model.shards import Shard
 from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.kernels.quantized import QuantizedLinear
 from baton_engine.ops.kernels.sampling import select_on_device
+from baton_engine.ops.kernels.scaled import works
 from baton_engine.ops.plain import PlainOps
 from baton_engine.ops.token_weights import GREEDY, TokenRule
 from baton_engine.quantized import Format, Quantized, QuantizedPart, pack_float8
@@ -279,6 +280,20 @@ def test_products_with_rounded_inputs_do_not_wait(group: int, device: FakeDevice
     device.launches.clear()
     assert linear(torch.zeros(300, 4096, dtype=BF16, device=GPU)).shape == (300, 64)
     assert (device.waits, [launch.kernel for launch in device.launches]) == ([], ["_round_rows"])
+
+
+def test_trial_of_rounded_inputs_runs_on_the_device_of_the_matrix(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that loads a model may have another current device, such as the first one."""
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    works.cache_clear()
+    matrix = pack_float8(torch.zeros(64, 256, dtype=torch.uint8), torch.ones(64, 1), 256)
+    part = replace(matrix.parts[0], rounds_inputs=True)
+    QuantizedLinear(Quantized((part,), 256).to(GPU))
+    assert current == [GPU]
+    assert [launch.kernel for launch in device.launches] == ["_round_rows"]
 
 
 PARAMETERS: dict[str, dict[str, Any]] = {

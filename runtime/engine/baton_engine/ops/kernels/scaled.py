@@ -152,6 +152,8 @@ def multiply(
 @cache
 def works(device: torch.device, recipe: Recipe, product: Callable[..., Tensor] | None = None) -> bool:
     """Return whether `product` computes a small product on `device`. Logs the result."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches on the current device of the thread
     x = (torch.arange(5 * 300, device=device).view(5, 300) % 37 - 18).to(torch.bfloat16)
     numbers = torch.zeros(32, 3 * GROUP, device=device)
     numbers[:, :300] = torch.arange(32 * 300, device=device).view(32, 300) % 23 - 11
