@@ -108,7 +108,7 @@ class PackedLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Accepted(Message, frozen=True):
-    """The engine has accepted a request that was submitted with `acknowledged`."""
+    """The engine has accepted a request."""
 
     number: int
 
