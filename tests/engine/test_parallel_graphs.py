@@ -22,6 +22,7 @@ from baton_engine.kv.cache import KVCache, MemoryBudget
 from baton_engine.model.decoder import Model
 from baton_engine.model.group import Group, RankFailed
 from baton_engine.model.shards import Shard
+from baton_engine.ops.choice import runs_kernels
 from baton_engine.parallel.messages import ReplayPass
 from baton_engine.parallel.ranks import ParallelModel, PassWatch
 from baton_engine.requests import FinishReason, Request
@@ -156,12 +157,18 @@ def test_parallel_passes_are_launched_ahead_as_those_of_one_rank() -> None:
     assert 0 < sum(own.values()) < passes - 1, "some passes have more rows than captured ones"
 
 
+@pytest.mark.parametrize("kernels", ["on", "off"])
 @pytest.mark.parametrize("device", [CPU, torch.device("cuda", 0)])
-def test_workers_launch_passes_ahead_on_gpus_only(device: torch.device) -> None:
+def test_workers_launch_passes_ahead_on_gpus_only(
+    device: torch.device, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without kernels the host selects tokens, and would wait for a pass where no limit ends the wait."""
+    monkeypatch.setenv("BATON_KERNELS", kernels)
+    ahead = device != CPU and kernels == "on" and runs_kernels("cuda")
     model = connected(RankDevice(), RankDevice())
     with contextlib.closing(model.ranks):
         loaded: Any = SimpleNamespace(model=model, spec=SPEC, encoder=None)
-        assert _limits(WorkerSettings(model="m"), loaded, device).overlap is (device != CPU)
+        assert _limits(WorkerSettings(model="m"), loaded, device).overlap is ahead
         assert not _limits(WorkerSettings(model="m", overlap=False), loaded, device).overlap
 
 

@@ -231,8 +231,8 @@ class WorkerSettings(BaseSettings):
     among its workers. 0: see --kv-cache-memory."""
 
     overlap: bool = True
-    """On a GPU, launch a decode pass before the host has read the tokens of the last one. A request that
-    arrives meanwhile waits for one more pass."""
+    """On a GPU that runs Baton's kernels, launch a decode pass before the host has read the tokens of the
+    last one. A request that arrives meanwhile waits for one more pass."""
 
     graph_rows: int = Field(default=256, ge=0)
     """On a GPU, maximum number of rows of decode passes that are captured as CUDA graphs at startup. Larger

@@ -54,7 +54,7 @@ from baton_engine.model.native_decoder import NativeDecoder
 from baton_engine.model.progress import SILENT, Progress
 from baton_engine.model.resolve import resolve, served_names
 from baton_engine.model.tokenizer import Tokenizer, load_tokenizer
-from baton_engine.ops.choice import dtype_of, kv_dtype
+from baton_engine.ops.choice import dtype_of, kv_dtype, runs_kernels
 from baton_engine.ops.native.products import ONE_ORDER
 from baton_engine.parallel.loading import check_parallel, load_parallel
 from baton_engine.parallel.ranks import ParallelModel
@@ -575,6 +575,10 @@ def _open_publisher(
 def _limits(settings: WorkerSettings, loaded: _LoadedModel, device: torch.device) -> EngineLimits:
     on_cpu = device.type == "cpu"
     exact_rows = isinstance(loaded.model, NativeDecoder) and loaded.model.exact_rows
+    # Without kernels, the host waits for the logits to select tokens: outside the limit of a wait for ranks.
+    launches_ahead = (
+        isinstance(loaded.model, Decoder | ParallelModel) and not on_cpu and runs_kernels(device.type)
+    )
     limits = EngineLimits(
         max_model_len=settings.max_model_len or loaded.spec.context,
         chunk_tokens=settings.chunk_tokens or (512 if on_cpu else 4096),
@@ -585,7 +589,7 @@ def _limits(settings: WorkerSettings, loaded: _LoadedModel, device: torch.device
         local_prefill_tokens=settings.local_prefill_tokens,
         quarantine_limit=settings.quarantine_limit,
         speculation_tokens=speculation_tokens(settings, exact_rows),
-        overlap=settings.overlap and isinstance(loaded.model, Decoder | ParallelModel) and not on_cpu,
+        overlap=settings.overlap and launches_ahead,
     )
     sizes = limits.chunk_tokens, limits.max_running, limits.max_model_len
     log.info("chunked_prefill_size=%d, max_running_requests=%d, context_len=%d", *sizes)
