@@ -98,6 +98,11 @@ LATENTS: dict[str, dict[str, Any]] = {
 }
 """DeepSeek-V2-Lite and DeepSeek-V3."""
 
+LATENTS["latents, a draft head"] = LATENTS["latents, 128 heads"] | {
+    "sliding_window": 4096,
+    "window_rest": True,
+}
+
 WHOLE = ("sm_90", "gfx942")
 """Targets for which everything is compiled: one of each maker."""
 
@@ -296,10 +301,10 @@ def latent_launches(
     )
     table = torch.zeros(batch.size, spec.rotated // 2)
     queries = ops.store_latents(q, latents, (table, table), norm, keys, cache, 1, batch)
-    ops.attention(queries, cache, 1, batch, None)
+    ops.attention(queries, cache, 1, batch, spec.sliding_window)
     static = StaticBatch(batch.size, 1024, 2**20, batch.block_size, CPU)
     ops.begin(static)
-    ops.attention(queries, cache, 1, static, None)
+    ops.attention(queries, cache, 1, static, spec.sliding_window)
     return captured
 
 

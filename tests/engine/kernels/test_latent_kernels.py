@@ -157,7 +157,12 @@ def test_latent_attention_bits_do_not_depend_on_the_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "programs"), [("four heads", 1), ("four heads", 50), ("heads in two tiles of 16", 3)]
+    ("model", "programs"),
+    [
+        ("four heads", 1),
+        ("all but the first token, as a draft head", 50),
+        ("heads in two tiles of 16", 3),
+    ],
 )
 def test_latent_attention_of_static_rows_has_the_same_bits(model: str, programs: int) -> None:
     """The device makes the plan, in which rows without a token have no splits, and programs share splits."""
@@ -168,8 +173,9 @@ def test_latent_attention_of_static_rows_has_the_same_bits(model: str, programs:
     q = torch.randn(7, spec.heads, spec.head_dim, device=DEVICE)
     static = StaticBatch(7, 40, 5 * SPLIT, batch.block_size, DEVICE)
     static.load(batch.values, batch.tables)
-    work = plan_on_device(static, spec, None)._replace(programs=programs)
-    result = latent.attention(q, cache, 1, static, work, None, spec, 0)
+    window = spec.sliding_window
+    work = plan_on_device(static, spec, window)._replace(programs=programs)
+    result = latent.attention(q, cache, 1, static, work, window, spec, 0)
     assert torch.equal(result[:5], attention(AcceleratorOps(spec), q[:5], cache, batch))
     assert not result[5:].any()
 
