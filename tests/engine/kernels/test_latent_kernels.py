@@ -236,6 +236,33 @@ def test_latents_are_stored_in_float8() -> None:
     stored(MODELS["four heads"], torch.float32, float8=True)
 
 
+def test_static_rows_without_a_token_store_no_latents() -> None:
+    spec = MODELS["four heads"]
+    batch = batch_of([(5, 1), (20, 1)], random.Random(10))
+    static = StaticBatch(4, 8, 100, batch.block_size, DEVICE)
+    static.load(batch.values, batch.tables)
+    generator = torch.Generator().manual_seed(10)
+    q, latents, keys = (
+        torch.randn(shape, generator=generator).to(DEVICE) for shape in ((4, 4, 20), (4, 36), (4, 12, 28))
+    )
+    kept = []
+    for rows in (batch, static):
+        cache = KVCache(spec, 1 + max(max(row.blocks) for row in batch.rows), torch.float32, DEVICE)
+        rotation = Rotary.of_layers(spec, DEVICE)["full"].at(rows.positions)
+        AcceleratorOps(spec).store_latents(
+            q[: rows.size],
+            latents[: rows.size],
+            rotation,
+            torch.ones(28, device=DEVICE),
+            keys,
+            cache,
+            1,
+            rows,
+        )
+        kept.append(cache.kv)
+    assert torch.equal(*kept)
+
+
 @pytest.mark.parametrize("count", [20, 1])
 def test_latents_beyond_32_bits_are_stored_and_read(count: int) -> None:
     """Only the used pages of this pool are in memory."""
