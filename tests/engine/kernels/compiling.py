@@ -6,9 +6,9 @@ Compile all kernels for accelerators that need not be present.
 All models and formats are compiled in bfloat16, and some in float32 and with keys in float8. For targets that
 are not in `WHOLE` only a sample of them is, because all five would take seven minutes.
 
-Prints for each kernel and model the bytes of shared memory, and the registers that were spilled. A
-kernel that the interpreter runs may still not compile: the compiler knows more types, and fewer of Python's
-statements.
+Prints for each kernel and model the bytes of shared memory, and the bytes (NVIDIA) or registers (AMD) that
+were spilled. A kernel that the interpreter runs may still not compile: the compiler knows more types, and
+fewer of Python's statements. `python -m benchmarks.kernel_code` counts the instructions of these kernels.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import random
 import re
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
@@ -49,8 +50,6 @@ TARGETS = {
     "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 KIB = 1024
 
@@ -134,7 +133,30 @@ ROW_BYTES = {
 }
 """Bytes of a row of 4096 inputs, for one format of each kind."""
 
+CONVERTING = ("sm_90", "sm_100", "sm_120")
+"""Targets with instructions that widen float8."""
+
 EXPERT_FORMATS = (Format.Q4_K, Format.MXFP4, Format.INT4, Format.FP8)
+
+FLOAT32_SPILLS = 2704
+"""Products in float32 have no tensor cores: their tiles are in registers, and some spill."""
+
+SPILLS = {
+    ("llama, float32", "_attention"): FLOAT32_SPILLS,
+    ("gemma 2, float32", "_attention"): FLOAT32_SPILLS,
+    ("latents, 16 heads, float32", "_latent_attention"): 46,
+    ("latents, 128 heads, float32", "_latent_attention"): 46,
+    ("gemma 2, float8 keys", "_attention"): 24,
+    ("llama, large tiles", "_attention"): 64,
+    ("Q4_K", "_multiply"): 56,
+    ("Q5_1", "_multiply"): 56,
+    ("Q8_0, groups of 128", "_multiply_row"): 16,
+    ("experts, many tokens", "_multiply_quantized"): 128,
+    ("adapters, torch.bfloat16", "_expand"): 8,
+    ("adapters, torch.float32", "_shrink"): 16,
+    ("adapters, torch.float32", "_expand"): 16,
+}
+"""Bytes of a thread's stack, or registers, that may be spilled, by case and kernel: 0 for all others."""
 
 TYPES = {
     torch.float32: "fp32",
@@ -170,7 +192,8 @@ class Launch:
                 signature[parameter.name] = "fp32" if isinstance(value, float) else integer
                 if isinstance(value, int) and value % 16 == 0:
                     attributes[(number,)] = [["tt.divisibility", 16]]
-        self.name = kernel.fn.__name__
+        self.name: str = kernel.fn.__name__
+        self.constants = {each.name: values[each.name] for each in kernel.params if each.is_constexpr}
         self.source = ASTSource(kernel, signature, constants, attributes)
         self.options = kwargs
 
@@ -195,14 +218,23 @@ def row_launches(dtype: torch.dtype) -> list[Launch]:
     return captured
 
 
-def quantized_launches(form: Format, dtype: torch.dtype, shared_memory: int) -> list[Launch]:
+def matrix_of(form: Format, joined: bool = False, outputs: int = 64) -> Quantized:
+    """Return a matrix of 4096 inputs, whose groups are the format's own, or with `joined` of 128 inputs."""
+    size = (outputs, ROW_BYTES[form])
+    # Equal scales of all groups are joined. Bytes below 60 are no NaN in any format.
+    rows = torch.zeros(size) if joined else torch.arange(size[0] * size[1]).view(size) % 59
+    return Quantized((QuantizedPart(form, rows.to(torch.uint8), group=128),), 4096)
+
+
+def quantized_launches(
+    matrix: Quantized, dtype: torch.dtype, shared_memory: int, rows: Iterable[int] = (1, 3, 20, 50, 100, 300)
+) -> list[Launch]:
     """Return what a product with a matrix launches for one row, a few, more and many."""
     captured = capturing()
-    inputs, size = 4096, ROW_BYTES[form]
-    part = QuantizedPart(form, torch.zeros(64, size, dtype=torch.uint8), group=128)
-    linear = QuantizedLinear(Quantized((part,), inputs), torch.zeros(64, dtype=dtype), shared_memory)
-    for rows in (1, 3, 20, 50, 100, 300):
-        linear(torch.zeros(rows, inputs, dtype=dtype))
+    outputs, inputs = matrix.shape
+    linear = QuantizedLinear(matrix, torch.zeros(outputs, dtype=dtype), shared_memory)
+    for count in rows:
+        linear(torch.zeros(count, inputs, dtype=dtype))
     return captured
 
 
@@ -243,7 +275,7 @@ def expert_launches(dtype: torch.dtype, shared_memory: int, tokens: int = 40) ->
     results = ops.prepare_experts(weights, None, 32)(x, groups)
     ops.prepare_experts(weights, biases, 32)(x, groups)
     for form in EXPERT_FORMATS:
-        rows = torch.zeros(32 * 64, ROW_BYTES[form] * 2816 // 4096, dtype=torch.uint8)
+        rows = matrix_of(form, outputs=32 * 64).parts[0].rows[:, : ROW_BYTES[form] * 2816 // 4096]
         matrix = Quantized((QuantizedPart(form, rows, group=128),), 2816)
         ops.prepare_experts(matrix, biases, 32)(x[:, :2816], groups)
     for shares in (None, torch.zeros(tokens, 4)):
@@ -312,49 +344,67 @@ def spec_of(name: str) -> ModelSpec:
     return tiny_spec(hidden=4096, **(MODELS | LATENTS)[name])
 
 
-def spilled(compiled: Any) -> int:
-    """Return the registers that AMD's compiler spilled, or the bytes of the stack where NVIDIA's did."""
-    if "cubin" not in compiled.asm:
-        return int(re.findall(r"vgpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"])[0])
-    with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+def disassembled(cubin: bytes, tool: str, *options: str) -> str:
+    """Return what a tool of NVIDIA that comes with Triton says of machine code."""
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
         file.flush()
-        usage = subprocess.run(
-            [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
-        )
-    return int(re.findall(r" STACK:(\d+)", usage.stdout)[0])
+        return subprocess.run(
+            [program, *options, file.name], capture_output=True, text=True, check=True
+        ).stdout
 
 
-def main(target: str) -> None:
-    bf16, fp32 = torch.bfloat16, torch.float32
+def spilled(compiled: Any) -> int:
+    """Return the bytes of a thread's stack, to which NVIDIA's compiler spills; for AMD spilled registers."""
+    if "cubin" in compiled.asm:
+        usage = re.search(r"STACK:(\d+)", disassembled(compiled.asm["cubin"], "cuobjdump", "-res-usage"))
+    else:
+        usage = re.search(r"vgpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"])
+    assert usage is not None
+    return int(usage[1])
+
+
+def build(launch: Launch, target: str) -> Any:
+    """Compile a launch; Triton's cache has what was compiled before."""
+    return triton.compile(launch.source, target=TARGETS[target], options=launch.options)
+
+
+def cases(target: str) -> dict[str, list[Launch]]:
+    """Return what is compiled for a target, by model or format."""
+    bf16, fp32, memory = torch.bfloat16, torch.float32, SHARED[target]
     captured = {name: launches(spec_of(name), bf16, bf16) for name in MODELS}
     captured |= {f"{name}, float8 keys": launches(spec_of(name), bf16, FLOAT8_CACHE) for name in OTHER_TYPES}
     captured |= {f"{name}, float32": launches(spec_of(name), fp32, fp32) for name in OTHER_TYPES}
     captured |= {
-        f"{form.name}, float32": quantized_launches(form, fp32, SHARED[target])
+        f"{form.name}, float32": quantized_launches(matrix_of(form), fp32, memory)
         for form in (Format.INT4, Format.FP8)
     }
-    captured |= {form.name: quantized_launches(form, bf16, SHARED[target]) for form in ROW_BYTES}
-    captured |= {f"experts, {dtype}": expert_launches(dtype, SHARED[target]) for dtype in (bf16, fp32)}
-    captured |= {"experts, many tokens": expert_launches(bf16, SHARED[target], 400)}
-    captured |= {"llama, large tiles": launches(spec_of("llama"), bf16, bf16, SHARED[target])}
-    captured |= {name: latent_launches(spec_of(name), bf16, bf16, SHARED[target]) for name in LATENTS}
+    captured |= {form.name: quantized_launches(matrix_of(form), bf16, memory) for form in ROW_BYTES}
     captured |= {
-        f"{name}, float8": latent_launches(spec_of(name), bf16, FLOAT8_CACHE, SHARED[target])
-        for name in LATENTS
+        f"{form.name}, groups of 128": quantized_launches(matrix_of(form, joined=True), bf16, memory)
+        for form in (Format.INT4, Format.Q8_0)
     }
+    captured |= {f"experts, {dtype}": expert_launches(dtype, memory) for dtype in (bf16, fp32)}
+    captured |= {"experts, many tokens": expert_launches(bf16, memory, 400)}
+    captured |= {"llama, large tiles": launches(spec_of("llama"), bf16, bf16, memory)}
+    captured |= {name: latent_launches(spec_of(name), bf16, bf16, memory) for name in LATENTS}
     captured |= {
-        f"{name}, float32": latent_launches(spec_of(name), fp32, fp32, SHARED[target]) for name in LATENTS
+        f"{name}, float8": latent_launches(spec_of(name), bf16, FLOAT8_CACHE, memory) for name in LATENTS
     }
+    captured |= {f"{name}, float32": latent_launches(spec_of(name), fp32, fp32, memory) for name in LATENTS}
     captured |= {"one row": row_launches(bf16), "rounded inputs": rounding_launches()}
-    if target in ("sm_90", "sm_100", "sm_120"):
+    if target in CONVERTING:
         quantized.converts_float8 = lambda device: True
-        captured |= {"FP8, converted": quantized_launches(Format.FP8, bf16, SHARED[target])}
+        captured |= {"FP8, converted": quantized_launches(matrix_of(Format.FP8), bf16, memory)}
     captured |= {f"adapters, {dtype}": adapter_launches(dtype) for dtype in (bf16, fp32)}
-    for name in captured if target in WHOLE else SAMPLE:
-        kernels = captured[name]
+    return {name: captured[name] for name in (captured if target in WHOLE else SAMPLE)}
+
+
+def main(target: str) -> None:
+    for name, kernels in cases(target).items():
         for launch in kernels:
-            compiled = triton.compile(launch.source, target=TARGETS[target], options=launch.options)
+            compiled = build(launch, target)
             print(f"{name} {launch.name} {compiled.metadata.shared} {spilled(compiled)}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The kernels compile for accelerators, within their shared memory. No device is needed."""
+"""The kernels compile for accelerators, within their shared memory and registers. No device is needed."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.kernels.compiling import SHARED
+from tests.engine.kernels.compiling import SHARED, SPILLS
 
 
 @pytest.mark.slow
 def test_kernels_compile_for_cuda_and_rocm() -> None:
-    """
-    Latent attention, whose tiles are as high as registers allow, spills none.
-
-    One process per target. Triton's cache has what an earlier run compiled from the same sources.
-    """
+    """One process per target. Triton's cache has what an earlier run compiled from the same sources."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     processes = {
         target: subprocess.Popen(
@@ -38,5 +34,4 @@ def test_kernels_compile_for_cuda_and_rocm() -> None:
         assert "UserWarning" not in errors
         for name, kernel, shared, spilled in [line.rsplit(" ", 3) for line in output.splitlines()]:
             assert int(shared) <= SHARED[target], f"{kernel}: {name}, {target}"
-            if name.startswith("latents") and "float32" not in name:
-                assert spilled == "0", f"{kernel}: {name}, {target}"
+            assert int(spilled) <= SPILLS.get((name, kernel), 0), f"{kernel}: {name}, {target}"

@@ -13,7 +13,10 @@ The number of rows decides, because it decides what the time is spent on:
   it is multiplied in FP8 (`scaled`), if the checkpoint declares that inputs are rounded to it.
 
 So the last bits of a row depend on which of these its batch has. Within one of the first three they do not
-depend on the batch: the height of tiles, their steps and the splits depend on the matrix only.
+depend on the batch: the steps of tiles and the splits depend on the matrix only.
+
+Instructions are the limit, where numbers have few bits: `benchmarks/kernel_code.py` counts them. So numbers
+are stored in words, of which one shift and one mask take two, and a step has several groups.
 
 Inputs are divided at fixed positions into splits, whose sums are added in order. Where tiles are few, each
 split is a program of its own, and a second kernel adds them: otherwise small matrices would occupy few
@@ -22,6 +25,7 @@ multiprocessors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -63,17 +67,17 @@ SUMMED = 64
 MOST_STEP = 128
 """Inputs per step at most. A step is in one group."""
 
-SPLIT = 2048
+SPLIT = 1024
 """Inputs that are added before they are added to others. A multiple of all steps."""
 
-STAGES = 3
-"""Steps in shared memory: others are loaded while one is multiplied."""
+STAGES, FEW_STAGES = 3, 4
+"""Steps in shared memory: others are loaded while one is multiplied. Few rows have short steps."""
 
 LARGE_TILE_MEMORY = 224 * 1024
 """Bytes of shared memory per program from which a device has larger tiles: H100, B200 and later."""
 
-WIDE_STEP = 128
-"""Numbers of a step from which few outputs per tile suffice. Groups of 32 make shorter steps."""
+LEAST_ROWS = 8
+"""Rows of a tile on devices with large tiles."""
 
 
 @triton.jit
@@ -86,29 +90,72 @@ def _place(step, output, steps, outputs, BY_OUTPUT: tl.constexpr):
 
 
 @triton.jit
-def _floats(numbers, KIND: tl.constexpr, ZERO: tl.constexpr, dtype: tl.constexpr):
-    """Widen numbers, exactly. Those of float8 are divided by `FLOAT8_FACTOR`; those of e4m3 are not."""
-    if KIND == "float8":
-        return float8.widen(numbers, dtype)
-    elif KIND == "e4m3":
-        return numbers.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(dtype)
-    elif KIND == "float4":
-        # Bits of e2m1, moved to those of float16, are the number divided by 2**14.
-        bits = numbers.to(tl.uint16)
-        half = ((bits & 8) << 12 | (bits & 7) << 9).to(tl.uint16)
-        return (half.to(tl.float16, bitcast=True).to(tl.float32) * 16384).to(dtype)
+def _halves(bits, dtype: tl.constexpr):
+    """Return the two numbers of 16 bits in each of `bits` [..., n] uint32, the low one first: [..., 2n]."""
+    low = (bits & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+    high = (bits >> 16).to(tl.uint16).to(dtype, bitcast=True)
+    both = tl.join(low, high)
+    if len(bits.shape) == 3:
+        return tl.reshape(both, (bits.shape[0], bits.shape[1], bits.shape[2] * 2))
     else:
-        return (numbers.to(tl.int8) - ZERO).to(dtype)
+        return tl.reshape(both, (bits.shape[0], bits.shape[1] * 2))
+
+
+@triton.jit
+def _floats(
+    packed, offset, PART: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """
+    Widen the numbers of one part of a step, less ZERO or zeros in `offset`, exactly.
+
+    Those of float8 are divided by `FLOAT8_FACTOR`; those of e4m3 are not. Of others, two in a word are
+    computed at once: or-ed to the bits of 128 (bfloat16) or 1024 (float16), a small integer is added to it.
+    Devices convert integers at an eighth of that rate.
+    """
+    if KIND == "float8":
+        return float8.widen(packed, dtype)
+    elif KIND == "e4m3":
+        # Devices convert float16 to bfloat16 at an eighth of the rate of the two conversions.
+        return packed.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32).to(dtype)
+    else:
+        SHORT: tl.constexpr = dtype == tl.bfloat16  # 7 bits of mantissa
+        half: tl.constexpr = tl.bfloat16 if SHORT else tl.float16
+        ONE: tl.constexpr = 0x43004300 if SHORT else 0x64006400
+        BASE: tl.constexpr = 128 if SHORT else 1024
+        words = packed.to(tl.uint32, bitcast=True)
+        if KIND == "float4":
+            # Bits of e2m1, moved to those of a wider float, are the number divided by a power of 2.
+            MOVED: tl.constexpr = (6 if SHORT else 9) - 4 * PART
+            FACTOR: tl.constexpr = 2.0**126 if SHORT else 2.0**14
+            sign = words << (12 - 4 * PART) & 0x80008000
+            magnitude = words >> -MOVED if MOVED < 0 else words << MOVED
+            magnitude = magnitude & (0x01C001C0 if SHORT else 0x0E000E00)
+            return (_halves(sign | magnitude, half) * FACTOR).to(dtype)
+        elif KIND == "int4":
+            numbers = _halves(words >> 4 * PART & 0x000F000F | ONE, half)
+            if OFFSET == "zeros":
+                return (numbers - (offset + BASE).to(half)).to(dtype)
+            else:
+                return (numbers - (BASE + ZERO)).to(dtype)
+        elif SHORT:
+            octets = words >> 8 * PART
+            numbers = _halves(octets & 0x007F007F | ONE, half)
+            return numbers - _halves(octets & 0x00800080 | ONE, half)
+        else:
+            # The sign's bit is inverted, which adds 128.
+            numbers = _halves((words >> 8 * PART & 0x00FF00FF) ^ (ONE | 0x00800080), half)
+            return (numbers - (BASE + 128)).to(dtype)
 
 
 @triton.jit
 def _scale_of(
-    scales, offsets, factors, output, outputs, valid, step,
-    STEP: tl.constexpr, GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr,
-    SUPERBLOCK: tl.constexpr,
+    scales, offsets, factors, output, outputs, valid, step, part,
+    STEP: tl.constexpr, PARTS: tl.constexpr, GROUP_PARTS: tl.constexpr, OFFSET: tl.constexpr,
+    FACTORS: tl.constexpr, SUPERBLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return scale and offset of each output in a step, in fp32."""
-    offset_of_group = step // GROUP_STEPS * outputs + output
+    """Return scale and offset, or zero, of each output in a part of a step, in fp32."""
+    offset_of_group = (step * PARTS + part) // GROUP_PARTS * outputs + output
     scale = tl.load(scales + offset_of_group, mask=valid, other=0).to(tl.float32)
     offset = scale * 0
     if OFFSET != "none":
@@ -117,18 +164,17 @@ def _scale_of(
         factor = factors + step * STEP // SUPERBLOCK * 2 * outputs + output
         scale *= tl.load(factor, mask=valid, other=0).to(tl.float32)
         offset *= tl.load(factor + outputs, mask=valid, other=0).to(tl.float32)
-    if OFFSET == "zeros":
-        offset = -offset * scale
     return scale, offset
 
 
 @triton.jit
 def _weights(
-    numbers, scale, offset, KIND: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr, dtype: tl.constexpr
+    packed, scale, offset, PART: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr,
+    dtype: tl.constexpr,
 ):  # fmt: skip
-    """Return the weights of which `numbers` are the numbers, rounded once."""
-    weights = _floats(numbers, KIND, ZERO, tl.float32) * scale
-    if OFFSET != "none":
+    """Return the weights of one part of a step, rounded once."""
+    weights = _floats(packed, offset, PART, KIND, ZERO, OFFSET, tl.float32) * scale
+    if OFFSET == "minima":
         weights += offset
     return weights.to(dtype)
 
@@ -136,51 +182,55 @@ def _weights(
 @triton.jit
 def sum_split(
     x, numbers, scales, offsets, factors, row, rows, x_stride, output, outputs, inputs, steps, begin, end,
-    KIND: tl.constexpr, ZERO: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, BY_OUTPUT: tl.constexpr,
-    GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr, SUPERBLOCK: tl.constexpr,
+    KIND: tl.constexpr, ZERO: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
+    EVEN: tl.constexpr, BY_OUTPUT: tl.constexpr, PARTS: tl.constexpr, GROUP_PARTS: tl.constexpr,
+    RUN: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr, SUPERBLOCK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums [ROWS, COLUMNS] of the steps begin to end; with ROUNDED of weights in the type of x."""
+    """
+    Return the sums [COLUMNS, ROWS] of the steps begin to end; with ROUNDED of weights in the type of x.
+
+    Weights are the first operand: tensor cores take it from registers, where it is computed.
+    """
+    INPUTS: tl.constexpr = STEP // PARTS
     inner = tl.arange(0, WIDTH)
-    valid = output < outputs
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    k = tl.arange(0, INPUTS)
+    # Instead of masks, rows and outputs beyond the last ones are computed again, and not stored.
+    row = tl.minimum(row, rows - 1)
+    output = tl.minimum(output, outputs - 1)
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
     for step in range(begin, end):
         offset_of_step = _place(step, output, steps, outputs, BY_OUTPUT) * WIDTH
-        packed = tl.load(numbers + offset_of_step[:, None] + inner[None, :], mask=valid[:, None], other=0)
-        k = step * STEP + inner[None, :]
-        at = x + row[:, None] * x_stride + k
-        first = tl.load(at, mask=(row < rows)[:, None] & (k < inputs), other=0.0)
-        scale, offset = _scale_of(
-            scales, offsets, factors, output, outputs, valid, step,
-            STEP, GROUP_STEPS, OFFSET, FACTORS, SUPERBLOCK,
-        )  # fmt: skip
-        if WIDTH < STEP:
-            # A byte has a number of the first half of the step, and one of the second half.
-            second = tl.load(at + WIDTH, mask=(row < rows)[:, None] & (k + WIDTH < inputs), other=0.0)
-        if ROUNDED:
-            if WIDTH < STEP:
-                low = _weights(packed & 15, scale[:, None], offset[:, None], KIND, ZERO, OFFSET, first.dtype)
-                total = tl.dot(first, tl.trans(low), total)
-                high = _weights(packed >> 4, scale[:, None], offset[:, None], KIND, ZERO, OFFSET, first.dtype)
-                total = tl.dot(second, tl.trans(high), total)
+        packed = tl.load(numbers + offset_of_step[:, None] + inner[None, :])
+        for part in tl.static_range(PARTS):
+            at = step * STEP + part * INPUTS + k
+            if EVEN:
+                values = tl.load(x + row[None, :] * x_stride + at[:, None])
             else:
-                wide = _weights(packed, scale[:, None], offset[:, None], KIND, ZERO, OFFSET, first.dtype)
-                total = tl.dot(first, tl.trans(wide), total)
-        else:
-            if WIDTH < STEP:
-                low = _floats(packed & 15, KIND, ZERO, first.dtype)
-                products = tl.dot(first, tl.trans(low), input_precision="ieee")
-                high = _floats(packed >> 4, KIND, ZERO, first.dtype)
-                products = tl.dot(second, tl.trans(high), products, input_precision="ieee")
+                inside = (at < inputs)[:, None]
+                values = tl.load(x + row[None, :] * x_stride + at[:, None], mask=inside, other=0.0)
+            if part % RUN == 0:
+                scale, offset = _scale_of(
+                    scales, offsets, factors, output, outputs, True, step, part,
+                    STEP, PARTS, GROUP_PARTS, OFFSET, FACTORS, SUPERBLOCK,
+                )  # fmt: skip
+            if ROUNDED:
+                weights = _weights(
+                    packed, scale[:, None], offset[:, None], part, KIND, ZERO, OFFSET, values.dtype
+                )
+                total = tl.dot(weights, values, total)
             else:
-                wide = _floats(packed, KIND, ZERO, first.dtype)
-                products = tl.dot(first, tl.trans(wide), input_precision="ieee")
-            total += products * scale[None, :]
-        if OFFSET != "none" and not ROUNDED:
-            inputs_sum = tl.sum(first.to(tl.float32), axis=1)
-            if WIDTH < STEP:
-                inputs_sum += tl.sum(second.to(tl.float32), axis=1)
-            total += inputs_sum[:, None] * offset[None, :]
+                weights = _floats(packed, offset[:, None], part, KIND, ZERO, OFFSET, values.dtype)
+                if part % RUN == 0:
+                    products = tl.dot(weights, values, input_precision="ieee")
+                else:
+                    products = tl.dot(weights, values, products, input_precision="ieee")
+                if OFFSET == "minima":
+                    # The sums of inputs, once for each output: moving them to all threads takes longer.
+                    ones = tl.full([COLUMNS, INPUTS], 1.0, values.dtype)
+                    total += tl.dot(ones, values, input_precision="ieee") * offset[:, None]
+                if part % RUN == RUN - 1:
+                    total += products * scale[:, None]
     return total
 
 
@@ -200,8 +250,8 @@ def _multiply(
     steps,
     PARTIAL: tl.constexpr, BIAS: tl.constexpr, SPLIT_STEPS: tl.constexpr,
     KIND: tl.constexpr, ZERO: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
-    BY_OUTPUT: tl.constexpr, GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr,
-    SUPERBLOCK: tl.constexpr,
+    EVEN: tl.constexpr, BY_OUTPUT: tl.constexpr, PARTS: tl.constexpr, GROUP_PARTS: tl.constexpr,
+    RUN: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr, SUPERBLOCK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of rows with a tile of outputs; with PARTIAL, one split of the inputs."""
@@ -209,14 +259,15 @@ def _multiply(
     output = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
     first = tl.program_id(2)
     last = first + 1 if PARTIAL else tl.cdiv(steps, SPLIT_STEPS)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
     for split in range(first, last):
         total += sum_split(
             x, numbers, scales, offsets, factors, row, rows, x_stride, output, outputs, inputs, steps,
             split * SPLIT_STEPS, tl.minimum(steps, (split + 1) * SPLIT_STEPS),
-            KIND, ZERO, STEP, WIDTH, BY_OUTPUT, GROUP_STEPS, OFFSET, FACTORS, SUPERBLOCK, ROWS, COLUMNS,
-            ROUNDED,
+            KIND, ZERO, STEP, WIDTH, EVEN, BY_OUTPUT, PARTS, GROUP_PARTS, RUN, OFFSET, FACTORS,
+            SUPERBLOCK, ROWS, COLUMNS, ROUNDED,
         )  # fmt: skip
+    total = tl.trans(total)
     if PARTIAL:
         at = (first * rows + row)[:, None] * outputs + output[None, :]
         tl.store(sums + at, total, mask=(row < rows)[:, None] & (output < outputs)[None, :])
@@ -240,41 +291,51 @@ def _add_splits(
 
 
 @triton.jit
+def _sums(values, COUNT: tl.constexpr):
+    """Add COUNT numbers that are one behind the other: [..., n] to [..., n / COUNT]."""
+    apart = tl.reshape(values, (values.shape[0], values.shape[1], values.shape[2] // COUNT, COUNT))
+    return tl.sum(apart, axis=3)
+
+
+@triton.jit
 def _multiply_row(
     x, numbers, scales, offsets, factors, bias, result, outputs, inputs, steps,
     BIAS: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
-    BY_OUTPUT: tl.constexpr, GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr,
-    SUPERBLOCK: tl.constexpr,
+    EVEN: tl.constexpr, BY_OUTPUT: tl.constexpr, PARTS: tl.constexpr, GROUP_PARTS: tl.constexpr,
+    RUN: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr, SUPERBLOCK: tl.constexpr,
     OUTPUTS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Compute OUTPUTS numbers of the product with one row, STEPS steps at a time."""
+    INPUTS: tl.constexpr = STEP // PARTS
+    TOGETHER: tl.constexpr = 8 if PARTS > 1 else 16
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     inner = tl.arange(0, WIDTH)
-    total = tl.zeros([STEPS, OUTPUTS], tl.float32)
+    # Outputs come first, so that each thread has all of them, and reads an input once for all.
+    total = tl.zeros([OUTPUTS, STEPS, INPUTS // TOGETHER], tl.float32)
     for begin in range(0, steps, STEPS):
         step = begin + tl.arange(0, STEPS)
-        valid = (step < steps)[:, None] & (output < outputs)[None, :]
-        at = _place(step.to(tl.int64)[:, None], output[None, :], steps, outputs, BY_OUTPUT) * WIDTH
+        valid = (output < outputs)[:, None] & (step < steps)[None, :]
+        at = _place(step.to(tl.int64)[None, :], output[:, None], steps, outputs, BY_OUTPUT) * WIDTH
         packed = tl.load(numbers + at[:, :, None] + inner[None, None, :], mask=valid[:, :, None], other=0)
-        k = step[:, None] * STEP + inner[None, :]
-        first = tl.load(x + k, mask=k < inputs, other=0.0).to(tl.float32)
-        if WIDTH < STEP:
-            second = tl.load(x + k + WIDTH, mask=k + WIDTH < inputs, other=0.0).to(tl.float32)
-            products = _floats(packed & 15, KIND, ZERO, tl.float32) * first[:, None, :]
-            products += _floats(packed >> 4, KIND, ZERO, tl.float32) * second[:, None, :]
-        else:
-            products = _floats(packed, KIND, ZERO, tl.float32) * first[:, None, :]
-        scale, offset = _scale_of(
-            scales, offsets, factors, output[None, :], outputs, valid, step[:, None],
-            STEP, GROUP_STEPS, OFFSET, FACTORS, SUPERBLOCK,
-        )  # fmt: skip
-        total += tl.sum(products, axis=2) * scale
-        if OFFSET != "none":
-            inputs_sum = tl.sum(first, axis=1)
-            if WIDTH < STEP:
-                inputs_sum += tl.sum(second, axis=1)
-            total += inputs_sum[:, None] * offset
-    product = tl.sum(total, axis=0)
+        for part in tl.static_range(PARTS):
+            k = step[:, None] * STEP + part * INPUTS + tl.arange(0, INPUTS)[None, :]
+            values = tl.load(x + k, mask=k < inputs, other=0.0)[None, :, :].to(tl.float32)
+            if part % RUN == 0:
+                scale, offset = _scale_of(
+                    scales, offsets, factors, output[:, None], outputs, valid, step[None, :], part,
+                    STEP, PARTS, GROUP_PARTS, OFFSET, FACTORS, SUPERBLOCK,
+                )  # fmt: skip
+                scale, offset = scale[:, :, None], offset[:, :, None]
+            weighted = _floats(packed, offset, part, KIND, ZERO, OFFSET, tl.float32) * values
+            if part % RUN == 0:
+                products = weighted
+            else:
+                products += weighted
+            if part % RUN == RUN - 1:
+                total += _sums(products, TOGETHER) * scale
+            if OFFSET == "minima":
+                total += _sums(tl.broadcast_to(values, products.shape), TOGETHER) * offset
+    product = tl.sum(tl.sum(total, axis=2), axis=1)
     used = output < outputs
     if BIAS:
         product += tl.load(bias + output, mask=used, other=0.0).to(tl.float32)
@@ -285,33 +346,30 @@ def _multiply_row(
 def _expand(
     numbers, scales, offsets, factors, weights, outputs, inputs, steps,
     KIND: tl.constexpr, ZERO: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
-    BY_OUTPUT: tl.constexpr, GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr,
-    SUPERBLOCK: tl.constexpr,
+    EVEN: tl.constexpr, BY_OUTPUT: tl.constexpr, PARTS: tl.constexpr, GROUP_PARTS: tl.constexpr,
+    RUN: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr, SUPERBLOCK: tl.constexpr,
     OUTPUTS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Write OUTPUTS rows of STEPS steps to weights [outputs, inputs]."""
+    INPUTS: tl.constexpr = STEP // PARTS
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     inner = tl.arange(0, WIDTH)
     step = tl.program_id(1) * STEPS + tl.arange(0, STEPS)
     valid = (step < steps)[:, None] & (output < outputs)[None, :]
     at = _place(step.to(tl.int64)[:, None], output[None, :], steps, outputs, BY_OUTPUT) * WIDTH
     packed = tl.load(numbers + at[:, :, None] + inner[None, None, :], mask=valid[:, :, None], other=0)
-    scale, offset = _scale_of(
-        scales, offsets, factors, output[None, :], outputs, valid, step[:, None],
-        STEP, GROUP_STEPS, OFFSET, FACTORS, SUPERBLOCK,
-    )  # fmt: skip
-    scale, offset = scale[:, :, None], offset[:, :, None]
-    k = (step[:, None] * STEP + inner[None, :])[:, None, :]
-    to = weights + output[None, :, None] * inputs + k
-    dtype: tl.constexpr = weights.dtype.element_ty
-    if WIDTH < STEP:
-        low = _weights(packed & 15, scale, offset, KIND, ZERO, OFFSET, dtype)
-        tl.store(to, low, mask=valid[:, :, None] & (k < inputs))
-        high = _weights(packed >> 4, scale, offset, KIND, ZERO, OFFSET, dtype)
-        tl.store(to + WIDTH, high, mask=valid[:, :, None] & (k + WIDTH < inputs))
-    else:
-        wide = _weights(packed, scale, offset, KIND, ZERO, OFFSET, dtype)
-        tl.store(to, wide, mask=valid[:, :, None] & (k < inputs))
+    for part in tl.static_range(PARTS):
+        scale, offset = _scale_of(
+            scales, offsets, factors, output[None, :], outputs, valid, step[:, None], part,
+            STEP, PARTS, GROUP_PARTS, OFFSET, FACTORS, SUPERBLOCK,
+        )  # fmt: skip
+        k = (step[:, None] * STEP + part * INPUTS + tl.arange(0, INPUTS)[None, :])[:, None, :]
+        expanded = _weights(
+            packed, scale[:, :, None], offset[:, :, None], part, KIND, ZERO, OFFSET, weights.dtype.element_ty
+        )
+        tl.store(
+            weights + output[None, :, None] * inputs + k, expanded, mask=valid[:, :, None] & (k < inputs)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,7 +377,10 @@ class Arranged:
     """Outputs in one format, in the order in which the kernel reads them."""
 
     numbers: Tensor
-    """[steps, outputs, bytes of a step]; in memory [outputs, steps, bytes] with a `recipe`."""
+    """
+    [steps, outputs, bytes of a step] uint8 of float8, in memory [outputs, steps, bytes] with a `recipe`; of
+    others [steps, outputs, words of a step] int32, see `_words`.
+    """
     scales: Tensor
     """[groups, outputs]"""
     offsets: Tensor | None
@@ -346,6 +407,11 @@ class Arranged:
     def _in_memory(self) -> Tensor:
         return self.numbers if self.recipe is None else self.numbers.transpose(0, 1)
 
+    @property
+    def _step_bytes(self) -> int:
+        """Bytes of a step of one output."""
+        return int(self.constants["WIDTH"]) * self.numbers.element_size()
+
     def multiply(self, x: Tensor, bias: Tensor | None, result: Tensor, shared_memory: int) -> None:
         """Write the product of x [T, inputs] to `result` [T, outputs], whose rows may be apart."""
         if len(x) == 1:
@@ -365,15 +431,14 @@ class Arranged:
             BIAS=bias is not None,
             SUPERBLOCK=SUPERBLOCK,
             OUTPUTS=ROW_OUTPUTS,
-            STEPS=max(1, ROW_BYTES // ROW_OUTPUTS // self.constants["WIDTH"]),
+            STEPS=max(1, ROW_BYTES // ROW_OUTPUTS // self._step_bytes),
             enable_fp_fusion=True,
             **self.constants,
         )
 
     def _multiply_tiles(self, x: Tensor, bias: Tensor | None, result: Tensor, shared_memory: int) -> None:
         rows, steps = len(x), len(self.numbers)
-        step, width = self.constants["STEP"], self.constants["WIDTH"]
-        shape = tile_of(rows, x.element_size(), step, width, shared_memory)
+        shape = tile_of(rows, x.element_size(), shared_memory)
         split_steps = SPLIT // self.constants["STEP"]
         splits = triton.cdiv(steps, split_steps)
         row_tiles, tiles = triton.cdiv(rows, shape["ROWS"]), triton.cdiv(self.outputs, shape["COLUMNS"])
@@ -423,7 +488,7 @@ class Arranged:
 
     def expand(self, weights: Tensor) -> None:
         """Write the matrix to `weights` [outputs, inputs], contiguous, of 2 bytes per number."""
-        at_once = max(1, ROW_BYTES // EXPANDED_OUTPUTS // self.constants["WIDTH"])
+        at_once = max(1, ROW_BYTES // EXPANDED_OUTPUTS // self._step_bytes)
         _expand[(triton.cdiv(self.outputs, EXPANDED_OUTPUTS), triton.cdiv(len(self.numbers), at_once))](
             *self.tensors,
             weights,
@@ -439,63 +504,61 @@ class Arranged:
 
     def values(self, outputs: Tensor) -> Tensor:
         """Return the values [T, inputs] fp32 of the rows `outputs` [T] of the matrix."""
-        kind, step = self.constants["KIND"], self.constants["STEP"]
-        numbers = self.numbers[:, outputs].transpose(0, 1)  # [T, steps, bytes]
-        if self.constants["WIDTH"] < step:
-            numbers = torch.cat((numbers & 15, numbers >> 4), dim=2)
+        kind, inputs = self.constants["KIND"], self.constants["STEP"] // self.constants["PARTS"]
+        numbers = self.numbers[:, outputs].transpose(0, 1).contiguous()  # [T, steps, bytes or words]
+        if self.constants["PARTS"] > 1:
+            numbers = _octets(numbers, kind in FOUR_BITS)
         if kind == "float4":
             bits = numbers.to(torch.int16)
             numbers = ((bits & 8) << 12 | (bits & 7) << 9).view(torch.float16).to(torch.float32) * 2**14
+        if kind == "int8":
+            numbers = numbers.view(torch.int8)
         if kind == "e4m3":
             numbers = numbers.view(torch.float8_e4m3fn)
         if kind == "float8":
             bits = numbers.to(torch.int16)
             numbers = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).view(torch.float16)
-        numbers = numbers.to(torch.float32) - self.constants["ZERO"]
-        number = torch.arange(numbers.shape[1], device=outputs.device)
-        group, block = number // self.constants["GROUP_STEPS"], number * step // SUPERBLOCK
+        numbers = (numbers.to(torch.float32) - self.constants["ZERO"]).view(len(numbers), -1, inputs)
+        part = torch.arange(numbers.shape[1], device=outputs.device)
+        group, block = part // self.constants["GROUP_PARTS"], part * inputs // SUPERBLOCK
 
-        def of_steps(tensor: Tensor) -> Tensor:
+        def of_parts(tensor: Tensor) -> Tensor:
             return tensor[:, outputs].T[:, group, None].to(torch.float32)
 
-        scales = of_steps(self.scales)
-        factors = None if self.factors is None else self.factors[:, :, outputs].to(torch.float32)
-        if factors is not None:
-            scales = scales * factors[block, 0].T[..., None]
+        scales = of_parts(self.scales)
+        offsets = None if self.offsets is None else of_parts(self.offsets)
+        if self.factors is not None:
+            factors = self.factors[:, :, outputs].to(torch.float32)[block]
+            scales = scales * factors[:, 0].T[..., None]
+            offsets = None if offsets is None else offsets * factors[:, 1].T[..., None]
+        if offsets is not None and self.constants["OFFSET"] == "zeros":
+            numbers = numbers - offsets
         values: Tensor = numbers * scales
-        if self.offsets is not None:
-            offsets = of_steps(self.offsets)
-            if self.constants["OFFSET"] == "zeros":
-                offsets = -offsets * scales
-            elif factors is not None:
-                offsets = offsets * factors[block, 1].T[..., None]
+        if offsets is not None and self.constants["OFFSET"] == "minima":
             values += offsets
         return values.flatten(1)[:, : self.inputs].contiguous()  # without the padding of a row's last step
 
 
-def tile_of(rows: int, itemsize: int, step: int, width: int, shared_memory: int) -> dict[str, Any]:
+def tile_of(rows: int, itemsize: int, shared_memory: int) -> dict[str, Any]:
     """
     Return the shape of a tile for so many rows.
 
-    `itemsize`: bytes of an input. `step`: numbers of a step, in `width` bytes. `shared_memory`: bytes that
-    the device has for a program, 0 if they are not known. Larger tiles were chosen by measurements on an
-    H200, see benchmarks/LOG.md.
+    `itemsize`: bytes of an input. `shared_memory`: bytes that the device has for a program, 0 if they are not
+    known. Chosen by counting instructions, see benchmarks/LOG.md.
     """
     large = shared_memory >= LARGE_TILE_MEMORY and itemsize == 2
     rounded = rows > FEW_ROWS and large
-    if rows <= 16:
-        shape = (16, 64, 4)
-    elif not rounded:
-        shape = (FEW_ROWS, 128 if large else 64, 4)
-    elif rows <= 64 or step == width == WIDE_STEP:
-        shape = (64, 128, 4)
+    if rounded:
+        shape = (64, 128, 4) if rows <= 64 else (128, 128, 8)
     else:
-        shape = (128, 64, 8) if step == WIDE_STEP else (128, 128, 8)
+        least = LEAST_ROWS if large else 16
+        # With two warps, Hopper multiplies by instructions that do not wait for other warps.
+        shape = (max(least, min(FEW_ROWS, triton.next_power_of_2(rows))), 64, 2 if itemsize == 2 else 4)
     return {
         "ROWS": shape[0],
         "COLUMNS": shape[1],
         "num_warps": shape[2],
-        "num_stages": STAGES,
+        "num_stages": FEW_STAGES if shape[0] < FEW_ROWS else STAGES,
         "ROUNDED": rounded,
     }
 
@@ -580,33 +643,43 @@ def arranged(unpacked: Unpacked, recipe: scaled.Recipe | None = None) -> Arrange
     """Lay out the rows of a matrix, on their device. Those with a `recipe` have groups of whole steps."""
     numbers = unpacked.numbers
     outputs, inputs = numbers.shape
-    one_group = unpacked.group >= inputs
-    step = MOST_STEP if one_group else min(MOST_STEP, unpacked.group & -unpacked.group)
-    steps = -(-inputs // step)
     kind: str = unpacked.floats or ("int8" if numbers.dtype == torch.int8 else "int4")
+    parts = 4 if kind in FOUR_BITS else 2 if kind == "int8" else 1
+    group = unpacked.group if unpacked.group < inputs else MOST_STEP
+    part = min(MOST_STEP // parts, group & -group)
+    steps = -(-inputs // (part * parts))
+    # A group is several parts. Parts behind the inputs have the scales of the last group.
+    group_parts = group // part if unpacked.group < inputs else steps * parts
     scales = unpacked.scales
     if kind == "float8" and converts_float8(numbers.device):
         kind, scales = "e4m3", scales / FLOAT8_FACTOR
-    padded = functional.pad(numbers, (0, steps * step - inputs)).view(outputs, steps, step)
-    padded = padded.transpose(0, 1) if recipe is None else padded
-    if kind in ("int4", "float4"):
-        padded = padded[..., : step // 2] | padded[..., step // 2 :] << 4
+    padding = steps * parts * part - inputs
+    padded = functional.pad(numbers, (0, padding)).view(outputs, steps, -1)
     offsets = unpacked.minima if unpacked.zeros is None else unpacked.zeros
+    more = -(-steps * parts // group_parts) - scales.shape[1]
+
+    def by_group(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor, *[tensor[:, -1:]] * more], dim=1).T.contiguous()
+
+    packed = padded if parts == 1 else _words(padded, kind in FOUR_BITS)
+    packed = packed.transpose(0, 1) if recipe is None else packed
     factors = unpacked.factors
-    padded = padded.contiguous()
     return Arranged(
-        numbers=padded if recipe is None else padded.transpose(0, 1),
-        scales=scales.T.contiguous(),
-        offsets=None if offsets is None else offsets.T.contiguous(),
+        numbers=packed.contiguous() if recipe is None else packed.contiguous().transpose(0, 1),
+        scales=by_group(scales),
+        offsets=None if offsets is None else by_group(offsets),
         factors=None if factors is None else factors.permute(1, 2, 0).contiguous(),
         inputs=inputs,
         constants={
             "KIND": kind,
             "ZERO": unpacked.zero,
-            "STEP": step,
-            "WIDTH": padded.shape[2],
+            "STEP": part * parts,
+            "WIDTH": packed.shape[2],
+            "EVEN": padding == 0,
             "BY_OUTPUT": recipe is not None,
-            "GROUP_STEPS": steps if one_group else unpacked.group // step,
+            "PARTS": parts,
+            "GROUP_PARTS": group_parts,
+            "RUN": math.gcd(group_parts, parts),
             "OFFSET": "none" if offsets is None else "minima" if unpacked.zeros is None else "zeros",
             "FACTORS": factors is not None,
         },
@@ -614,13 +687,40 @@ def arranged(unpacked: Unpacked, recipe: scaled.Recipe | None = None) -> Arrange
     )
 
 
+FOUR_BITS = ("int4", "float4")
+"""Kinds of numbers of which a byte has two."""
+
+
+def _words(numbers: Tensor, four_bits: bool) -> Tensor:
+    """
+    Pack steps [outputs, steps, numbers] of bytes to words [outputs, steps, words] int32.
+
+    Part p of a step are the numbers at bits p * 4 (or p * 8) and 16 more of each word, so a shift and a mask
+    take two numbers that follow one another.
+    """
+    if four_bits:
+        parts = numbers.unflatten(2, (2, 2, -1))
+        numbers = (parts[:, :, :, 0] | parts[:, :, :, 1] << 4).flatten(2)
+    octets = numbers.view(torch.uint8).unflatten(2, (2, -1, 2))  # part or two, word, half of the word
+    words: Tensor = octets.permute(0, 1, 3, 4, 2).flatten(2).contiguous().view(torch.int32)
+    return words
+
+
+def _octets(words: Tensor, four_bits: bool) -> Tensor:
+    """Unpack what `_words` packed, to uint8."""
+    octets: Tensor = words.view(torch.uint8).unflatten(2, (-1, 2, 2)).permute(0, 1, 4, 2, 3)
+    if four_bits:
+        octets = torch.stack((octets & 15, octets >> 4), dim=3)
+    return octets.flatten(2)
+
+
 @triton.jit(do_not_specialize=["share", "rows"])
 def _multiply_quantized(
     x, numbers, scales, offsets, factors, biases, result, order, starts, share, rows, x_stride, outputs,
     all_outputs, inputs, steps,
     BIAS: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
-    BY_OUTPUT: tl.constexpr, GROUP_STEPS: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr,
-    SUPERBLOCK: tl.constexpr,
+    EVEN: tl.constexpr, BY_OUTPUT: tl.constexpr, PARTS: tl.constexpr, GROUP_PARTS: tl.constexpr,
+    RUN: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr, SUPERBLOCK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """Multiply all pairs of one expert with a tile of its outputs."""
@@ -637,9 +737,10 @@ def _multiply_quantized(
         total = sum_split(
             x, numbers, scales, offsets, factors, row, rows, x_stride, output, all_outputs, inputs, steps,
             0, steps,
-            KIND, ZERO, STEP, WIDTH, BY_OUTPUT, GROUP_STEPS, OFFSET, FACTORS, SUPERBLOCK, ROWS, COLUMNS,
-            ROUNDED,
+            KIND, ZERO, STEP, WIDTH, EVEN, BY_OUTPUT, PARTS, GROUP_PARTS, RUN, OFFSET, FACTORS,
+            SUPERBLOCK, ROWS, COLUMNS, ROUNDED,
         )  # fmt: skip
+        total = tl.trans(total)
         valid = column < outputs
         if BIAS:
             total += tl.load(biases + output, mask=valid, other=0.0).to(tl.float32)[None, :]
@@ -668,8 +769,7 @@ class QuantizedExperts:
         if pairs:
             x = x if x.stride(1) == 1 else x.contiguous()
             constants = weights.constants
-            step, width = constants["STEP"], constants["WIDTH"]
-            tile = tile_of(pairs // self._count, x.element_size(), step, width, self._shared_memory)
+            tile = tile_of(pairs // self._count, x.element_size(), self._shared_memory)
             _multiply_quantized[(triton.cdiv(outputs, tile["COLUMNS"]), self._count)](
                 x,
                 *weights.tensors,
