@@ -26,6 +26,7 @@ from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
 from baton_engine.metrics.counters import EngineSnapshot
 from baton_engine.requests import FinishReason, GrammarMatcher, LoadedAdapter, Output, Request
+from baton_engine.speculation.costs import LIFETIME
 from tests.engine.fake_model import FakeModel
 from tests.engine.serving import Prefiller, Serving, prompt_of, request_of
 from tests.seeds import seeds
@@ -406,6 +407,34 @@ def test_draft_model_computes_a_shared_prefix_once() -> None:
         assert sum(draft.sizes) - computed < 40 < 60 < computed
         both = [request_of(name, prompt=prompt_of(50, 3), max_tokens=20) for name in "cd"]
         assert serving.run(*both) == [serving.reference(both[0])] * 2
+
+
+class SlowToBegin(FakeModel):
+    """Its first passes of one token are slow, as where kernels are compiled or weights read from a disk."""
+
+    def __init__(self, passes: int) -> None:
+        super().__init__()
+        self._left, self.late = passes, 0.0
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        if self._left and batch.size == 1:
+            self._left -= 1
+            self.late += 1000.0
+        return super().forward(batch, cache)
+
+
+@pytest.mark.parametrize(("slow", "without"), [(1, 10), (2, 2 * LIFETIME)])
+def test_draft_model_that_is_slow_to_begin_is_tried_again(slow: int, without: int) -> None:
+    """The first pass is not measured; a later one is forgotten after passes of the model."""
+    model, draft = FakeModel(), SlowToBegin(slow)
+    with Serving(
+        model=model, draft=draft, clock=lambda: model.passes + draft.late, speculation_tokens=5
+    ) as serving:
+        while model.passes < without:
+            serving.run(request_of(f"{model.passes}", 4, max_tokens=30))
+        drafted = serving.engine.snapshot().totals.draft_tokens
+        serving.run(request_of("a", 4, max_tokens=100))
+        assert serving.engine.snapshot().totals.draft_tokens > drafted + 50
 
 
 @pytest.mark.parametrize("fault", ["nan_on", "fail_on"])

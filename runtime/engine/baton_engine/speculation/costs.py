@@ -59,9 +59,13 @@ class PassTimes:
             self._sizes.insert(bisect_left(self._sizes, size), size)
             average = seconds
         self._seconds[size] = average + (seconds - average) * (FALL if seconds < average else RISE)
+        self._measured[size] = self._passes + 1
+        self.age()
+
+    def age(self) -> None:
+        """Count a pass, or one instead of which none is measured here: times are dropped by both."""
         self._passes += 1
         self.delay *= 1 - 1 / LIFETIME  # so that drafts are tried again
-        self._measured[size] = self._passes
         if self._passes % LIFETIME == 0:
             self._forget()
 

@@ -41,6 +41,8 @@ class DraftModel:
         self._owners: list[bytes] = [b""] * cache.blocks
         """By block, the hash of the tokens whose KV it holds; empty: none, or an incomplete block."""
         self.times = PassTimes()
+        self._warm = False
+        """Whether a pass was computed. The first one may compile kernels, so it is not measured."""
 
     def acceptance(self, sequence: Sequence) -> float:
         """Process the result of the last draft. Returns the estimated acceptance of the next one."""
@@ -118,7 +120,9 @@ class DraftModel:
         logits = self._model.forward(Batch(rows, size, self._cache.kv.device), self._cache)
         finish(self._cache.kv.device)
         if all(len(row.tokens) == 1 for row in rows):
-            self.times.add(len(rows), self._clock() - began)
+            if self._warm:
+                self.times.add(len(rows), self._clock() - began)
+            self._warm = True
         return logits
 
     def _find(self, sequence: Sequence, state: DraftState) -> None:

@@ -36,6 +36,8 @@ class HeadDrafts:
         self._cache = cache
         self._clock = clock
         self.times = PassTimes()
+        self._warm = False
+        """Whether a pass was computed. The first one may compile kernels, so it is not measured."""
 
     def acceptance(self, sequence: Sequence) -> float:
         """Process the result of the last draft. Returns the estimated acceptance of the next one."""
@@ -69,7 +71,9 @@ class HeadDrafts:
             began = self._clock()
             logits = self._passes.forward(batch, self._cache)
             finish(device)
-            self.times.add(len(rows), self._clock() - began)
+            if self._warm:
+                self.times.add(len(rows), self._clock() - began)
+            self._warm = True
             choices = sampler.sample(logits, [sequence.sampling_state.ahead(ahead) for sequence in live])
             growing = []
             for row, (sequence, choice) in enumerate(zip(live, choices, strict=True)):

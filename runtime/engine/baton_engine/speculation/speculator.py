@@ -108,6 +108,8 @@ class Speculator:
             return 0
         if all(chunk.is_decode for chunk in chunks):
             self.times.add(sum(chunk.size for chunk in chunks), result.seconds)
+            if self._drafts is not None:
+                self._drafts.times.age()  # drafts that seemed slow are tried again
         drafts = [chunk for chunk in chunks if chunk.draft]
         computed = [chunk.sequence.computed for chunk in chunks]
         accepted = verify(chunks, result, mask_filler, take) if drafts else 0
