@@ -354,6 +354,12 @@ def check(source: TensorSource, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return the expected shapes. Raises SetupError if the source's tensors differ."""
     wanted, present = expected_shapes(spec), source.shapes
     if missing := [name for name in wanted if name not in present]:
+        of_head = BY_ARCHITECTURE[spec.architecture].tensors.layer.format(spec.layers)
+        if missing == [name for name in wanted if name.startswith(of_head)]:
+            raise SetupError(
+                f"{source.name} has no tensors of its MTP layer, although config.json declares one. Use "
+                "--speculation ngram or off."
+            )
         raise SetupError(
             f"{source.name}: {_listed(missing)} missing, of {len(wanted)} tensors that "
             f"{spec.architecture} with {spec.layers} layers requires. Download the checkpoint again."

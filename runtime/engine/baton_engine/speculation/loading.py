@@ -56,10 +56,8 @@ def with_head(
     their blocks. Raises SetupError if there is no head, or it does not fit the model.
     """
     if settings.speculation not in ("mtp", "eagle3"):
-        if settings.speculation == "auto" and spec.draft_layers:
-            log.info(
-                "%s predicts a further token: with --speculation mtp, drafts come from it", checkpoint.name
-            )
+        if settings.speculation == "auto" and spec.draft_layers and settings.tensor_parallel_size == 1:
+            log.info("%s declares an MTP layer: with --speculation mtp, drafts come from it", checkpoint.name)
         return spec, None
     own = resolve(settings.draft_model, progress) if settings.speculation == "eagle3" else None
     head = mtp_head(spec, checkpoint) if own is None else eagle3_head(spec, own)
