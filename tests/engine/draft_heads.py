@@ -193,6 +193,7 @@ def make_heads(root: Path) -> Folders:
     auxiliary = "eagle_aux_hidden_state_layer_ids"
     outputs = {auxiliary: [number - 1 for number in LAYERS]}
     inputs: dict[str, Any] = {auxiliary: list(LAYERS), "speculators": True}
+    window: dict[str, Any] = {"layer_types": ["sliding_attention"], "sliding_window": 9}
     return {
         "mtp": (make_mtp(root / "deepseek"), None),
         "mtp of glm": (make_mtp(root / "glm", "glm4 with experts"), None),
@@ -204,6 +205,10 @@ def make_heads(root: Path) -> Folders:
         "eagle3 with norms of its inputs": (
             model,
             make_eagle3(root / "each", model, fc_norm=True, norm_before_residual=False, **inputs),
+        ),
+        "eagle3 with a window": (
+            model,
+            make_eagle3(root / "window", model, norm_before_fc=True, **window, **inputs),
         ),
     }
 

@@ -18,6 +18,7 @@ from baton_api.sampling import SamplingParams
 from baton_engine.batch import Batch, BatchRow
 from baton_engine.client import AsyncEngine
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
+from baton_engine.model.draft_head import DraftHead
 from baton_engine.requests import Request
 from baton_engine.scheduling.limits import EngineLimits
 from tests.engine.draft_heads import (
@@ -148,7 +149,10 @@ def eagle3_reference(
         q, k, v = (projected(name, count) for name, count in (("q_proj", 4), ("k_proj", 2), ("v_proj", 2)))
         k, v = (rows.repeat_interleave(heads // kv_heads, dim=0) for rows in (turned(k), v))
         scores = turned(q) @ k.transpose(1, 2) / d**0.5
-        scores = scores + torch.full((length, length), -torch.inf).triu(1)
+        seen = torch.ones((length, length), dtype=torch.bool).tril()
+        if "layer_types" in config:
+            seen = seen.triu(1 - config["sliding_window"])
+        scores = scores.masked_fill(~seen, -torch.inf)
         mixed = (scores.softmax(-1) @ v).transpose(0, 1).reshape(length, heads * d)
         residual = normed if normed_residual else previous
         result = residual + functional.linear(mixed, own["midlayer.self_attn.o_proj.weight"])
@@ -173,6 +177,7 @@ REFERENCES = {
     "eagle3": eagle3_reference,
     "eagle3 with a norm of its inputs": eagle3_reference,
     "eagle3 with norms of its inputs": eagle3_reference,
+    "eagle3 with a window": eagle3_reference,
 }
 
 
@@ -209,23 +214,38 @@ def test_head_computes_what_the_papers_define(kind: str, folders: Folders) -> No
             torch.testing.assert_close(ours[number][row], expected[number], rtol=1e-4, atol=1e-4)
 
 
+class LateHead:
+    """Passes of a head. The first one takes longer, as where it compiles kernels."""
+
+    def __init__(self, head: DraftHead, late_s: float) -> None:
+        self._head, self._of_first = head, late_s
+        self.late_s = 0.0
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        self.late_s = self._of_first
+        return self._head.forward(batch, cache)
+
+
 class Served:
     """The answers of an engine, and what it holds after them."""
 
-    def __init__(self, model: CountingDecoder, drafted: int, blocks: int = 200, **limits: Any) -> None:
-        """`drafted`: maximum draft tokens. 0: without speculation."""
+    def __init__(
+        self, model: CountingDecoder, drafted: int, blocks: int = 200, late_s: float = 0.0, **limits: Any
+    ) -> None:
+        """`drafted`: maximum draft tokens. 0: without speculation. `late_s`: time of the first draft pass."""
         self.model, head = model, model.drafts
         assert head is not None
         self.cache = KVCache(model.spec, blocks, torch.float32, CPU)
         usual: dict[str, Any] = {"max_model_len": 512, "chunk_tokens": 32, "max_running": 8}
         own = EngineLimits(**{**usual, **limits}, speculation_tokens=drafted)
         head.reserve(own.results)
+        passes = LateHead(head, late_s)
         self.client = AsyncEngine(
             model,
             self.cache,
             own,
-            clock=lambda: float(model.passes),
-            head=(head, head) if drafted else None,
+            clock=lambda: model.passes + passes.late_s,
+            head=(head, passes) if drafted else None,
         )
         self.client.start()
 
@@ -307,6 +327,13 @@ async def test_head_that_is_right_saves_passes(kind: str, tmp_path: Path) -> Non
     assert served.totals.prompt_tokens_cached == 32
     await served.close()
     await plain.close()
+
+
+async def test_head_whose_first_pass_is_late_drafts(tmp_path: Path) -> None:
+    served = Served(decoder_of(make_mtp(tmp_path / "model", right=True), None), 3, late_s=1000.0)
+    await served.run(request_of("a", text(40, 1), max_tokens=32))
+    assert served.totals.accepted_tokens >= 20
+    await served.close()
 
 
 async def test_head_changes_no_answer_of_retracted_requests(folders: Folders) -> None:

@@ -7,18 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from baton_api.errors import SetupError
 from baton_api.sampling import SamplingParams
 from baton_engine.metrics.counters import Totals
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
+from baton_engine.model.head_loading import eagle3_head, mtp_head
 from baton_engine.model.progress import SILENT
 from baton_engine.requests import Request
 from baton_engine.settings import WorkerSettings
 from baton_engine.spec import Quantize
 from baton_engine.speculation.loading import load_draft, speculation_tokens, with_head
 from baton_engine.worker import open_worker
-from tests.engine.draft_heads import drop_config, make_eagle3, make_mtp
+from tests.engine.draft_heads import FILE, change_config, drop_config, make_eagle3, make_mtp, mtp_layer
 from tests.engine.encoders import make_encoder
 from tests.engine.gguf_files import write_gguf
 from tests.engine.models import make_model
@@ -99,6 +101,10 @@ async def test_draft_head_of_a_worker_drafts(kind: str, tmp_path: Path) -> None:
             {"norm_before_fc": True, "fc_norm": True},
             "or with both norm_before_fc and fc_norm",
         ),
+        (
+            {"layer_types": ["chunked_attention"], "sliding_window": 64},
+            "a head with chunked_attention and a window of 64 tokens is not supported",
+        ),
         ({"architectures": ["X"], "draft_vocab_size": None}, "neither such an architecture nor draft_vocab"),
     ],
 )
@@ -142,16 +148,57 @@ async def test_workers_of_a_pair_load_the_same_head(tmp_path: Path) -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
-@pytest.mark.parametrize(("speculation", "logged"), [("auto", True), ("off", False)])
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+def test_heads_of_models_with_other_ends_of_a_text_are_equal(kind: str, tmp_path: Path) -> None:
+    """Such models have equal blocks: their workers pair, with a head as without one."""
+    names = []
+    for name, ends in (("one", [1]), ("other", [1, 2])):
+        model = make_mtp(tmp_path / name, num_hidden_layers=8)
+        changed: dict[str, Any] = {"eos_token_id": ends, "bos_token_id": ends[-1]}
+        changed["max_position_embeddings"] = 512 * len(ends)
+        change_config(model, **changed)
+        checkpoint = Checkpoint(model, name)
+        spec = load_spec(checkpoint)
+        assert spec.eos_ids == tuple(ends)
+        if kind == "mtp":
+            head = mtp_head(spec, checkpoint)
+        else:
+            own = make_eagle3(tmp_path / f"{name} head", model, **changed)
+            head = eagle3_head(spec, Checkpoint(own, name))
+        names.append(str(head))
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "logged"),
+    [
+        ({"speculation": "auto"}, True),
+        ({"speculation": "off"}, False),
+        ({"speculation": "auto", "tensor_parallel_size": 2}, False),
+    ],
+)
 def test_mtp_layer_that_is_not_used_is_logged(
-    speculation: str, logged: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    given: dict[str, Any], logged: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """With tensor parallelism, --speculation mtp would be refused."""
     checkpoint = Checkpoint(make_mtp(tmp_path / "model"), "model")
     spec = load_spec(checkpoint)
-    settings = WorkerSettings.model_validate({"model": "m", "speculation": speculation})
+    settings = WorkerSettings.model_validate({"model": "m", **given})
     with caplog.at_level("INFO"):
         assert with_head(settings, spec, checkpoint, CPU, torch.float32, SILENT) == (spec, None)
-    assert ("model predicts a further token: with --speculation mtp" in caplog.text) == logged
+    assert ("model declares an MTP layer: with --speculation mtp" in caplog.text) == logged
+
+
+async def test_mtp_of_a_model_that_has_no_tensors_of_it_is_refused(tmp_path: Path) -> None:
+    """Conversions drop them, and keep the entry in the configuration."""
+    model = make_mtp(tmp_path / "model")
+    of_head = f"model.layers.{mtp_layer(model)}."
+    tensors = {name: each for name, each in load_file(model / FILE).items() if of_head not in name}
+    save_file(tensors, model / FILE, {"format": "pt"})
+    settings = {"model": str(model), "speculation": "mtp", "device": "cpu"}
+    with pytest.raises(SetupError, match="model has no tensors of its MTP layer, although"):
+        async with open_worker(WorkerSettings.model_validate(settings)):
+            pass
 
 
 async def test_mtp_of_a_model_without_such_a_layer_is_refused(tmp_path: Path) -> None:

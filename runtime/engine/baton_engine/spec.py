@@ -213,7 +213,7 @@ class ModelSpec:
     window_chunks: bool = False
     """Whether `sliding_window` splits the sequence into chunks; a position attends to its own (Llama 4)."""
     window_rest: bool = False
-    """Whether `sliding_window` has all positions but the first (draft heads)."""
+    """Whether no position but the first attends to the first, in `sliding_window` or not (draft heads)."""
     sinks: bool = False
     """Whether each head has a learned score without a value, which all positions attend to (gpt-oss)."""
     qk_norm_after: bool = False

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from baton_engine.batch import Batch, BatchRow, StaticBatch
 from baton_engine.kv.cache import FLOAT8_CACHE, KVCache
+from baton_engine.model.head_loading import WHOLE
 from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.kernels.attention import attention as launch
 from baton_engine.ops.kernels.attention import tile_rows
@@ -47,7 +48,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "a window below a block": {"sliding_window": 9},
     "a window over splits": {"sliding_window": SPLIT + 30},
     "chunked windows": {"sliding_window": 24, "window_chunks": True},
-    "all positions but the first": {"sliding_window": 4096, "window_rest": True},
+    "all positions but the first": {"sliding_window": WHOLE, "window_rest": True},
+    "a window without the first position": {"sliding_window": 20, "window_rest": True},
     "sinks": {"sinks": True},
     "sinks and a window": {"sinks": True, "sliding_window": 20},
     "a scale and a cap of scores": {"attention_scale": 0.4, "attention_cap": 2.5},

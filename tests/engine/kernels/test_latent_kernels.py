@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton_engine.batch import Batch, BatchRow, StaticBatch
 from baton_engine.kv.cache import FLOAT8_CACHE, KVCache
+from baton_engine.model.head_loading import WHOLE
 from baton_engine.model.rope import Rotary
 from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.kernels import latent
@@ -46,7 +47,9 @@ MODELS = {
     "as many heads as a tile of a token has": latent_spec(16, 32, 16),
     "heads in two tiles of 16": latent_spec(17, 33, 6),
     "heads in two tiles of 32": latent_spec(35),
-    "all but the first token, as a draft head": replace(latent_spec(), sliding_window=1, window_rest=True),
+    "all but the first token, as a draft head": replace(
+        latent_spec(), sliding_window=WHOLE, window_rest=True
+    ),
     "a window over splits": replace(latent_spec(), sliding_window=SPLIT + 30),
     "the sizes of DeepSeek-V2-Lite": latent_spec(16, 512, 64),
 }

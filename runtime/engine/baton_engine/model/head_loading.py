@@ -20,6 +20,9 @@ from baton_engine.spec import HeadSpec, ModelSpec
 SPECULATORS = "speculators_model_type"
 """Key of configurations that vLLM's library speculators writes."""
 
+WHOLE = 1 << 30
+"""Window of heads without one: above all contexts, so that heads do not differ by their model's."""
+
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 UNUSED = ("t2d", "rotary_emb.inv_freq", "embed_tokens.weight")
@@ -76,7 +79,7 @@ def eagle3_head(spec: ModelSpec, checkpoint: Checkpoint) -> HeadSpec:
         )
     return HeadSpec(
         kind="eagle3",
-        layer=_alone(layer),
+        layer=_alone(layer, _window(config, str(path))),
         inputs=_inputs(config, spec.layers, str(path)),
         input_norm=chosen[0] if chosen else "none",
         normed_residual=bool(config.get("norm_before_residual", False)),
@@ -123,18 +126,33 @@ def _inputs(config: Mapping[str, Any], layers: int, source: str) -> tuple[int, .
     return inputs
 
 
-def _alone(layer: ModelSpec) -> ModelSpec:
-    """Return the spec of a head's layer, which has no window but attends to no state of position 0."""
+def _window(config: Mapping[str, Any], source: str) -> int:
+    """Return the window of a head's layer: `WHOLE` without `layer_types`, whatever `sliding_window` is."""
+    kind = (config.get("layer_types") or ["full_attention"])[0]
+    window = WHOLE if kind == "full_attention" else int(config.get("sliding_window") or WHOLE)
+    if kind not in ("full_attention", "sliding_attention") or window < 1:
+        raise SetupError(f"{source}: a head with {kind} and a window of {window} tokens is not supported.")
+    return window
+
+
+def _alone(layer: ModelSpec, window: int = WHOLE) -> ModelSpec:
+    """Return the spec of a head's layer, which attends to no state of position 0."""
     if layer.sliding_window is not None or layer.post_norm or layer.residual_scale != 1 or not layer.pre_norm:
         raise SetupError(f"A draft head with the options of {layer.architecture} is not supported.")
     return replace(
         layer,
         layers=1,
-        sliding_window=layer.context,
+        sliding_window=window,
         window_rest=True,
         unrotated_layers=(),
         draft_layers=0,
         draft_head=None,
+        # Workers pair whose models differ in these: `handshake.BYTES_DO_NOT_DEPEND_ON`.
+        context=WHOLE,
+        tied_embeddings=False,
+        headless=False,
+        eos_ids=(),
+        bos_id=None,
     )
 
 

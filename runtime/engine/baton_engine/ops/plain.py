@@ -358,7 +358,7 @@ def _seen_from(positions: Tensor, window: int, spec: ModelSpec) -> Tensor:
         case "chunks":
             return positions // window * window
         case "rest":
-            return positions.clamp(max=1)
+            return positions.clamp(max=1).maximum(positions - window + 1)
         case "slides":
             return positions - window + 1
 

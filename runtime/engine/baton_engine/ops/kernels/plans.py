@@ -131,7 +131,7 @@ def _first_seen(position: NDArray[np.int64], window: int | None, spec: ModelSpec
         case "chunks":
             return position // window * window
         case "rest":
-            return np.minimum(position, 1)
+            return np.maximum(np.minimum(position, 1), position - window + 1)
         case "slides":
             return np.maximum(position - window + 1, 0)
 
@@ -150,7 +150,7 @@ def seen_from_position(position, window, WINDOW: tl.constexpr):
     elif WINDOW == "slides":
         return tl.maximum(position - window + 1, 0)
     elif WINDOW == "rest":
-        return tl.minimum(position, 1)
+        return tl.maximum(tl.minimum(position, 1), position - window + 1)
     else:
         return position * 0
 
