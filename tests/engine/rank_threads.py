@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from baton_api.errors import SetupError
 from baton_engine.batch import Batch
-from baton_engine.captured_passes import CapturedPasses
-from baton_engine.kv.cache import KVCache
+from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.group import Group
 from baton_engine.model.shards import Shard
 from baton_engine.parallel.messages import (
@@ -35,7 +34,7 @@ from baton_engine.parallel.messages import (
     RankError,
     Start,
 )
-from baton_engine.parallel.rank import Rank, measured
+from baton_engine.parallel.rank import measured, rank_of
 from baton_engine.parallel.ranks import ParallelModel, Ranks
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.spec import ModelSpec
@@ -227,8 +226,7 @@ class RankThread:
         cache = KVCache(part.spec, allocate.blocks, torch.float32, CPU, size, start.rank, ranks)
         channel.send(Allocated())
         on_device(cache, cuda)
-        passes = CapturedPasses(part, cache, start.context, cuda.taken, share=group.broadcast)
-        rank = Rank(part, group, cache, passes, channel.send)
+        rank = rank_of(part, group, cache, start.context, cuda.taken, channel.send)
         while True:
             rank.obey(channel.receive())
 
@@ -237,14 +235,19 @@ def rank_threads(
     devices: Sequence[RankDevice],
     make_part: MakePart,
     spec: ModelSpec,
-    cache: KVCache,
+    cache: KVCache | None,
     *,
     context: int,
     timeout_s: float = FOREVER_S,
     limits: EngineLimits | None = None,
 ) -> ParallelModel:
-    """Start the ranks of `devices` but the first one, which is that of `cache`. The caller closes `ranks`."""
+    """
+    Start the ranks of `devices` but the first one, which is that of `cache`. The caller closes `ranks`.
+
+    `cache`: None if the caller opens it.
+    """
     size, own = len(devices), devices[0]
+    block_size = BLOCK_SIZE if cache is None else cache.block_size
     others = itertools.count(1)
     start = Start(
         rank=1,
@@ -263,7 +266,7 @@ def rank_threads(
     )
 
     def spawn(end: socket.socket) -> RankThread:
-        return RankThread(end, make_part, spec.vocab, devices[next(others)], cache.block_size)
+        return RankThread(end, make_part, spec.vocab, devices[next(others)], block_size)
 
     ranks = Ranks(start, ["cpu"] * size, spawn)
     group = DeviceGroup(Shard(0, size), spec.vocab, own)
@@ -273,15 +276,16 @@ def rank_threads(
         def measure() -> int:
             return working_memory(model.part, limits, torch.float32, CPU, own) if limits is not None else 0
 
-        model.connect(limits, cache.kv.dtype, measure)
-        ranks.allocate(cache.blocks, cache.kv.dtype)
+        model.connect(limits, torch.float32, measure)
+        if cache is not None:
+            ranks.allocate(cache.blocks, cache.kv.dtype)
+            on_device(cache, own, ranks.waiting)
     except BaseException:
         for device in devices:
             device.aborted.set()
         group.end()
         ranks.close()
         raise
-    on_device(cache, own, ranks.waiting)
     return model
 
 

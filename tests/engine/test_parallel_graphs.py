@@ -28,6 +28,7 @@ from baton_engine.parallel.ranks import ParallelModel, PassWatch
 from baton_engine.requests import FinishReason, Request
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings
+from baton_engine.streams import DeviceStreams, Streams, Waiting
 from baton_engine.worker import _limits
 from tests.engine.fake_graphs import TensorModel
 from tests.engine.fake_model import SPEC
@@ -173,11 +174,16 @@ def test_workers_launch_passes_ahead_on_gpus_only(
 
 
 @pytest.mark.parametrize("finish", [False, True], ids=["event", "stream"])
-def test_wait_for_a_pass_ends_if_a_rank_hangs(finish: bool) -> None:
+def test_wait_for_a_pass_ends_if_a_rank_hangs(finish: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     own = RankDevice()
-    cache = KVCache(SPEC, 20, torch.float32, CPU, block_size=4, ranks=2)
-    model = rank_threads([own, RankDevice()], SumModel, SPEC, cache, context=64, timeout_s=0.1)
+
+    def streams_of(device: torch.device, waiting: Waiting) -> Streams:
+        return DeviceStreams(torch.device("cuda", 0), own, waiting)
+
+    monkeypatch.setattr("baton_engine.parallel.ranks.streams_of", streams_of)
+    model = rank_threads([own, RankDevice()], SumModel, SPEC, None, context=64, timeout_s=0.1)
     with contextlib.closing(model.ranks):
+        cache = model.open_cache(20, torch.float32, CPU)
 
         def hang() -> None:
             own.aborted.wait(FOREVER_S)

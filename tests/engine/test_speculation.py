@@ -22,12 +22,17 @@ from torch import Tensor
 
 from baton_api.errors import ConstraintBroken
 from baton_api.sampling import SamplingParams
-from baton_engine.batch import Batch
+from baton_engine.batch import Batch, BatchRow
 from baton_engine.kv.cache import KVCache
 from baton_engine.metrics.counters import EngineSnapshot
 from baton_engine.requests import FinishReason, GrammarMatcher, LoadedAdapter, Output, Request
+from baton_engine.scheduling.sequence import Sequence as DraftedSequence
 from baton_engine.speculation.costs import LIFETIME
-from tests.engine.fake_model import FakeModel
+from baton_engine.speculation.draft_model import DraftModel
+from baton_engine.speculation.head_drafts import HeadDrafts
+from tests.engine.fake_model import FakeModel, make_cache
+from tests.engine.fake_streams import FakeCuda, FakeStream, on_device
+from tests.engine.greedy import CPU
 from tests.engine.serving import Prefiller, Serving, prompt_of, request_of
 from tests.seeds import seeds
 
@@ -353,6 +358,33 @@ def test_speculation_passes_have_a_largest_size(draft: Callable[[], FakeModel] |
     ) as serving:
         serving.run(*requests)
         assert 128 < max(model.sizes) <= serving.engine.limits.results == 256
+
+
+class TimedStream(FakeStream):
+    """Its work takes a second."""
+
+    seconds = 0.0
+
+    def synchronize(self) -> None:
+        self.seconds += 1
+
+
+@pytest.mark.parametrize("kind", ["model", "head"])
+def test_passes_of_drafts_last_until_the_device_has_computed_them(kind: str) -> None:
+    """The wait is that of the cache's device, which may have a limit."""
+    cuda, model, cache = FakeCuda(), FakeModel(), make_cache(8)
+    cuda.default = stream = TimedStream()
+    on_device(cache, cuda)
+    sequence = DraftedSequence(request_of("a", 6), cache.block_size, 7)
+    sequence.grow([1, 2, 3])
+    head: Any = None  # it selects rows if one of several requests ends
+    make: Any = DraftModel if kind == "model" else partial(HeadDrafts, head)
+    drafts = make(model, cache, lambda: stream.seconds)
+    if kind == "head":
+        model.forward(Batch([BatchRow(sequence.tokens(0, 6), 0, sequence.blocks, 0)], 4, CPU), cache)
+    drafts.acceptance(sequence)
+    assert len(drafts.draft([(sequence, 3)])[sequence]) == 3
+    assert (stream.seconds, drafts.times.of(1)) == (3, 1)
 
 
 class Similar(FakeModel):

@@ -124,9 +124,7 @@ def _serve(channel: Channel, inbox: queue.SimpleQueue[AnyMessage]) -> None:
     dtype = getattr(torch, request.dtype)
     cache = KVCache(model.spec, request.blocks, dtype, device, rank=start.rank, ranks=start.size)
     channel.send(Allocated())
-    taken = partial(taken_bytes, device)
-    passes = CapturedPasses(model, cache, start.context, taken, share=group.broadcast)
-    rank = Rank(model, group, cache, passes, channel.send)
+    rank = rank_of(model, group, cache, start.context, partial(taken_bytes, device), channel.send)
     while True:
         rank.obey(inbox.get())
 
@@ -198,6 +196,19 @@ class Rank:
                 self._passes.drop(message.rows)
             case _:
                 raise ValueError(f"unexpected message {type(message).__name__}")
+
+
+def rank_of(
+    model: Decoder,
+    group: Group,
+    cache: KVCache,
+    context: int,
+    taken: Callable[[], int],
+    send: Callable[[AnyMessage], None],
+) -> Rank:
+    """Return the rank with its captured passes, which begin with the tokens of rank 0, as rank 0's do."""
+    passes = CapturedPasses(model, cache, context, taken, share=group.broadcast)
+    return Rank(model, group, cache, passes, send)
 
 
 def _expect(inbox: queue.SimpleQueue[AnyMessage], kind: type[Expected]) -> Expected:

@@ -442,7 +442,7 @@ class ParallelModel:
     def _computed(self, message: AnyPass, launch_part: Callable[[], Tensor]) -> Tensor:
         """Return a result that the host reads next, when the device has it."""
         result = self.ranks.launch(message, launch_part)
-        streams_of(result.device, self.ranks.waiting).record().wait()
+        streams_of(result.device, self.ranks.waiting).finish()
         return result
 
     def interrupt(self) -> None:

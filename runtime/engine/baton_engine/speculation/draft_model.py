@@ -25,7 +25,6 @@ from baton_engine.sampling import sampler
 from baton_engine.scheduling.sequence import DraftState, Sequence
 from baton_engine.speculation.acceptance import judge, state_of
 from baton_engine.speculation.costs import PassTimes
-from baton_engine.streams import finish
 
 CATCH_UP_TOKENS = 512
 """Maximum missing tokens of a pass. A sequence that misses more has no draft in this step."""
@@ -118,7 +117,7 @@ class DraftModel:
                 self._owners[row.blocks[index]] = b""
         began = self._clock()
         logits = self._model.forward(Batch(rows, size, self._cache.kv.device), self._cache)
-        finish(self._cache.kv.device)
+        self._cache.streams.finish()
         if all(len(row.tokens) == 1 for row in rows):
             if self._warm:
                 self.times.add(len(rows), self._clock() - began)

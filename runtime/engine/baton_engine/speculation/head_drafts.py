@@ -21,7 +21,7 @@ from baton_engine.sampling import sampler
 from baton_engine.scheduling.sequence import Sequence
 from baton_engine.speculation.acceptance import judge, state_of
 from baton_engine.speculation.costs import PassTimes
-from baton_engine.streams import copied, finish
+from baton_engine.streams import copied
 
 
 class HeadDrafts:
@@ -70,7 +70,7 @@ class HeadDrafts:
                 batch.continue_states()
             began = self._clock()
             logits = self._passes.forward(batch, self._cache)
-            finish(device)
+            self._cache.streams.finish()
             if self._warm:
                 self.times.add(len(rows), self._clock() - began)
             self._warm = True
