@@ -219,8 +219,8 @@ def zeros(*arguments: Any, **options: Any) -> Tensor:
 
 
 TRIALS: dict[str, tuple[scaled.Recipe, Callable[..., Tensor], bool, str]] = {
-    "rows": ("rows", scaled_mm, True, "multiply in FP8"),
-    "groups": ("groups", by_groups, True, "multiply in FP8"),
+    "rows": ("rows", scaled_mm, True, "a scale for all inputs"),
+    "groups": ("groups", by_groups, True, "a scale for each 128 inputs"),
     "refused": ("rows", refused, False, "only on Hopper"),
     "a torch without it": ("rows", lacking, False, "no attribute"),
     "wrong": ("rows", zeros, False, "are wrong here"),

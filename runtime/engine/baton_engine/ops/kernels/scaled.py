@@ -169,5 +169,6 @@ def works(device: torch.device, recipe: Recipe, product: Callable[..., Tensor] |
     if not error <= 0:
         log.warning("torch's products in FP8 are wrong here, so matrices are expanded")
         return False
-    log.info("Passes of many rows multiply in FP8, with a scale for all inputs of a row (%s)", recipe)
+    scaled = "all" if recipe == "rows" else f"each {GROUP}"
+    log.info("Passes of many rows multiply in FP8, with a scale for %s inputs of a row", scaled)
     return True
