@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from baton_engine.requests import Request
 from baton_engine.settings import WorkerSettings
 from baton_engine.spec import Quantize
 from baton_engine.speculation.loading import load_draft, speculation_tokens, with_head
+from baton_engine.tiers import namespace
+from baton_engine.tiers.slab import WEIGHTS
 from baton_engine.worker import open_worker
 from tests.engine.draft_heads import FILE, change_config, drop_config, make_eagle3, make_mtp, mtp_layer
 from tests.engine.encoders import make_encoder
@@ -84,6 +87,22 @@ async def test_draft_head_of_a_worker_drafts(kind: str, tmp_path: Path) -> None:
     assert ours == expected
     assert totals.draft_tokens == totals.accepted_tokens > 0
     assert without.drafts == 0
+
+
+async def test_draft_head_is_part_of_the_name_of_blocks_on_a_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(namespace, "SETTLED_S", -60.0)  # its files were just written
+    model = make_model(tmp_path / "model", num_hidden_layers=8)
+    head = make_eagle3(tmp_path / "head", model)
+    disk: dict[str, Any] = {"kv_disk_tier": str(tmp_path / "kv"), "kv_disk_tier_size": 2**21}
+    settings = {"model": str(model), "speculation": "eagle3", "draft_model": str(head), "device": "cpu"}
+    usual = {"kv_cache_memory": "8MiB", "kv_memory_tier": 2**20, **disk}
+    async with open_worker(WorkerSettings.model_validate({**settings, **usual})):
+        pass
+    _, states = json.loads((tmp_path / "kv" / WEIGHTS).read_text())
+    files = [next(folder.glob("*.safetensors")).stat().st_ino for folder in (model, head)]
+    assert [state[1] for state in states] == files
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,17 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
+def test_name_has_all_bytes_of_a_draft_head(model: Path, tmp_path: Path) -> None:
+    """Its keys and values are part of each block."""
+    head = tmp_path / "head"
+    head.mkdir()
+    names = {name(model)}
+    for number in range(2):
+        (head / "model.safetensors").write_bytes(b"\0" * 70_000 + bytes([number]) + b"\0" * 70_000)
+        names.add(Weights.of(model, head=head).namespace("one"))
+    assert len(names) == 3
+
+
 @pytest.fixture
 def kept(tmp_path: Path, model: Path) -> Path:
     """A folder that has the digest of `model`."""

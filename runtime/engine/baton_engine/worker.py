@@ -196,6 +196,8 @@ class _LoadedModel:
     draft: Model | None = None
     weights: LoadedWeights | None = None
     """As in `Worker`."""
+    head: Checkpoint | None = None
+    """That of an EAGLE-3 head."""
 
 
 @contextlib.asynccontextmanager
@@ -407,7 +409,7 @@ def _open_tiers(
     tiers: list[EngineTier] = [memory]
     stack.push_async_callback(asyncio.to_thread, _close_tiers, tiers)
     if settings.kv_disk_tier or settings.kv_shared_store:
-        weights = _weights(settings, loaded.checkpoint)
+        weights = _weights(settings, loaded.checkpoint, loaded.head)
         namespace = weights.namespace(compatibility.digest)
         if settings.kv_disk_tier:
             tiers.append(_open_disk(settings, cache, weights, namespace, memory))
@@ -416,7 +418,7 @@ def _open_tiers(
     return tiers
 
 
-def _weights(settings: WorkerSettings, checkpoint: Checkpoint) -> Weights:
+def _weights(settings: WorkerSettings, checkpoint: Checkpoint, head: Checkpoint | None = None) -> Weights:
     """Read all weights, unless the folder of the disk tier, or else Baton's cache, has their digest."""
     if settings.kv_disk_tier:
         folder = Path(settings.kv_disk_tier).expanduser()
@@ -424,7 +426,7 @@ def _weights(settings: WorkerSettings, checkpoint: Checkpoint) -> Weights:
         name = hashlib.sha256(bytes(checkpoint.path.resolve())).hexdigest()[:16]
         folder = machine.cache_folder(os.environ) / "digests" / name
     try:
-        weights = Weights.of(checkpoint.path, folder)
+        weights = Weights.of(checkpoint.path, folder, head=None if head is None else head.path)
     except OSError as error:
         raise SetupError(f"Cannot read {checkpoint.path}: {error}.") from error
     if not settings.kv_disk_tier:  # which is opened later
@@ -550,6 +552,7 @@ def _load(
         weights.bytes + draft_size,
         draft,
         weights,
+        eagle3,
     )
 
 

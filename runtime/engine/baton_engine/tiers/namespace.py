@@ -43,22 +43,27 @@ State = list[int]
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All bytes of a checkpoint, a folder or a .gguf file."""
+    """All bytes of a checkpoint, a folder or a .gguf file, and of the folder of its draft head."""
 
     digest: str
     states: list[State]
     """Those of its files. Empty: one changed lately, so the digest is not kept."""
 
     @classmethod
-    def of(cls, checkpoint: Path, folder: Path | None = None, now: float | None = None) -> Self:
+    def of(
+        cls,
+        checkpoint: Path,
+        folder: Path | None = None,
+        now: float | None = None,
+        head: Path | None = None,
+    ) -> Self:
         """
         Read all of a checkpoint, unless `folder` has the digest of these very files. Raises OSError.
 
-        `now`: in seconds since 1970, by default the present.
+        `now`: in seconds since 1970, by default the present. `head`: the folder of an EAGLE-3 head, if the
+        model has one.
         """
-        files = [checkpoint]
-        if checkpoint.is_dir():
-            files = sorted(path for path in checkpoint.iterdir() if path.suffix == ".safetensors")
+        files = _files(checkpoint) + ([] if head is None else _files(head))
         now = time.time() if now is None else now
         states = _states(files)
         if folder is not None and (kept := _kept(folder / WEIGHTS, states)) is not None:
@@ -101,6 +106,12 @@ def settled(states: Iterable[State], now: float) -> bool:
         if changed % 10**9 == 0:
             return False
     return True
+
+
+def _files(checkpoint: Path) -> list[Path]:
+    if not checkpoint.is_dir():
+        return [checkpoint]
+    return sorted(path for path in checkpoint.iterdir() if path.suffix == ".safetensors")
 
 
 def _states(files: Iterable[Path]) -> list[State]:
