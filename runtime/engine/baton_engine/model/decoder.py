@@ -19,7 +19,7 @@ from baton_engine.kv.cache import KVCache
 from baton_engine.lending import Seat
 from baton_engine.model.draft_head import DraftHead
 from baton_engine.model.group import Group
-from baton_engine.model.layer import Layer, laid_out
+from baton_engine.model.layer import laid_out, mlp
 from baton_engine.model.lora import LoraWeights, low_rank_linears
 from baton_engine.model.native_decoder import native_decoder
 from baton_engine.model.rope import Rotary
@@ -247,24 +247,12 @@ class Decoder:
             output = _with_adapters(layer.output(x), x, adapted, number, "output")
             output = self._summed(output)
             x, residual = self._added(output, residual, layer.attention_post_norm, layer.mlp_norm)
-            x = self._summed(self._mlp(layer, x, adapted, number))
+            x = self._summed(mlp(layer, x, self.ops, adapted, number))
             norm = self.final_norm if number == last else self.layers[number + 1].attention_norm
             x, residual = self._added(x, residual, layer.mlp_post_norm, norm)
         else:
             return x
         return residual[:0]
-
-    def _mlp(self, layer: Layer, x: Tensor, adapted: AdaptedRows | None, number: int) -> Tensor:
-        """Compute the MLP, the experts, or the sum of both."""
-        if layer.gate_up is None or layer.down is None:
-            assert layer.experts is not None
-            return layer.experts(x)
-        gate_up = layer.gate_up(x)
-        if adapted is None:
-            dense = layer.down(self.ops.gated(gate_up))
-        else:
-            dense = adapted.mlp(gate_up, x, number, layer.down)
-        return dense if layer.experts is None else dense.add_(layer.experts(x))
 
 
 def _with_adapters(result: Tensor, x: Tensor, adapted: AdaptedRows | None, layer: int, linear: str) -> Tensor:

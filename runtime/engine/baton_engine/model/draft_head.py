@@ -24,7 +24,7 @@ from torch import Tensor
 
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import HeadCache, KVCache
-from baton_engine.model.layer import Layer, laid_out
+from baton_engine.model.layer import Layer, laid_out, mlp
 from baton_engine.model.rope import Rotary
 from baton_engine.model.weights import HeadWeights
 from baton_engine.ops import Ops
@@ -134,7 +134,7 @@ class DraftHead:
             x = layer.latent.expand(x)
         assert layer.mlp_norm is not None
         x, residual = ops.add_rms_norm(layer.output(x), residual, layer.mlp_norm, epsilon)
-        residual = residual + self._mlp(x)
+        residual = residual + mlp(layer, x, ops)
         normed = ops.rms_norm(residual, self._norm, epsilon)
         self._states[: batch.size] = normed if self.spec.normed_states else residual
         logits = self._project(normed)
@@ -168,14 +168,6 @@ class DraftHead:
         if layer.latent is not None:
             return layer.latent.store(qkv, rotation, part, 0, batch)
         return self._ops.rope_and_store(qkv, rotation, layer.q_norm, layer.k_norm, part, 0, batch)
-
-    def _mlp(self, x: Tensor) -> Tensor:
-        layer = self._layer
-        if layer.gate_up is None or layer.down is None:
-            assert layer.experts is not None
-            return layer.experts(x)
-        dense = layer.down(self._ops.gated(layer.gate_up(x)))
-        return dense if layer.experts is None else dense + layer.experts(x)
 
 
 def _part(cache: KVCache) -> HeadCache:

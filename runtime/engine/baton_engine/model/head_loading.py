@@ -25,8 +25,8 @@ WHOLE = 1 << 30
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 
-UNUSED = ("t2d", "rotary_emb.inv_freq", "embed_tokens.weight")
-"""Endings of tensors of EAGLE-3 heads that need not be read: `d2t` says the same, or the model has them."""
+UNUSED = ("t2d", "rotary_emb.inv_freq")
+"""Endings of tensors of EAGLE-3 heads that need not be read: `d2t` or the configuration says the same."""
 
 
 def mtp_head(spec: ModelSpec, checkpoint: Checkpoint) -> HeadSpec:

@@ -10,7 +10,7 @@ from torch import Tensor
 from baton_engine.model.experts import Experts
 from baton_engine.model.latent import LatentAttention
 from baton_engine.model.weights import LayerWeights
-from baton_engine.ops import ExpertLinear, Linear, Ops
+from baton_engine.ops import AdaptedRows, ExpertLinear, Linear, Ops
 from baton_engine.quantized import Matrix
 from baton_engine.spec import ModelSpec
 
@@ -64,6 +64,16 @@ def laid_out(layer: LayerWeights, spec: ModelSpec, number: int, ops: Ops, device
         window=spec.window(number),
         rotation=spec.rotation(number),
     )
+
+
+def mlp(layer: Layer, x: Tensor, ops: Ops, adapted: AdaptedRows | None = None, number: int = 0) -> Tensor:
+    """Compute the MLP, the experts, or the sum of both. `number`: that of the layer, for adapters."""
+    if layer.gate_up is None or layer.down is None:
+        assert layer.experts is not None
+        return layer.experts(x)
+    gate_up = layer.gate_up(x)
+    dense = layer.down(ops.gated(gate_up)) if adapted is None else adapted.mlp(gate_up, x, number, layer.down)
+    return dense if layer.experts is None else dense.add_(layer.experts(x))
 
 
 def _experts(
