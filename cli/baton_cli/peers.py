@@ -21,6 +21,7 @@ WORKER_ALIASES = {
     "kv_cache_tokens": ("--max-total-tokens",),
     "memory_share": ("--mem-fraction-static", "--gpu-memory-utilization"),
     "chunk_tokens": ("--chunked-prefill-size", "--max-num-batched-tokens"),
+    "draft_model": ("--speculative-draft-model-path",),
     "seed": ("--random-seed",),
     "cache_report": ("--enable-cache-report", "--enable-prompt-tokens-details"),
     "stream_include_usage": ("--stream-response-default-include-usage",),
@@ -46,6 +47,7 @@ ROUTER_ALIASES = {
 MORE_WORKERS = "start more workers (`baton up --decode 4`)"
 ROLES = "use `baton prefill` and `baton decode`, or `baton up` for both"
 EAGER = "--graph-rows 0 disables CUDA graphs"
+DRAFTS = "--speculation mtp, eagle3, draft or ngram"
 CACHED = "the prefix cache is always on and does not change answers"
 
 INSTEAD = {
@@ -55,6 +57,8 @@ INSTEAD = {
     "--enforce-eager": EAGER,
     "--disable-radix-cache": CACHED,
     "--enable-prefix-caching": CACHED,
+    "--speculative-config": DRAFTS,
+    "--speculative-algorithm": DRAFTS,
     "--disaggregation-mode": ROLES,
     "--kv-transfer-config": ROLES,
     "--enable-auto-tool-choice": "--tool-call-parser is sufficient",
