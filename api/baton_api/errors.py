@@ -655,7 +655,7 @@ class IncompatiblePeer(BatonError):
     """
     Two workers cannot share KV blocks: their protocol, model, dtype or cache layout differs.
 
-    Start both workers with the same version, model, `--dtype` and cache settings.
+    Start both workers with the same version, model, `--dtype`, `--speculation` and cache settings.
     """
 
     status = 503

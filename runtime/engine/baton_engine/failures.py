@@ -2,7 +2,8 @@
 Failures of forward passes: which ones the engine survives, and what it does then.
 
 A pass that ran out of memory has changed nothing that counts, because tokens are counted and blocks are
-published after a pass. So the same tokens are computed again in smaller passes. Errors of an accelerator
+published after a pass, except for states of a draft head (ADR 50). So the same tokens are computed again in
+smaller passes. Errors of an accelerator
 persist in its context until the process ends. After other errors only the pass's requests end.
 """
 

@@ -1,4 +1,4 @@
-"""Loads the draft model of a worker."""
+"""Loads the draft model of a worker, and finds its draft head."""
 
 from __future__ import annotations
 

@@ -165,8 +165,8 @@ class Speculator:
         wanted = [(sequence, granted) for sequence, granted in wanted if granted]
         try:
             drafts = source.draft(wanted) if wanted else {}
-        except Exception:  # the draft model must not end requests
-            log.exception("The draft model failed. Drafts come from the requests' own tokens from now on.")
+        except Exception:  # drafts must not end requests
+            log.exception("Computing drafts failed. Drafts come from the requests' own tokens from now on.")
             self._drafts, drafts = None, {}
         for sequence, _ in wanted:
             if sequence not in drafts:

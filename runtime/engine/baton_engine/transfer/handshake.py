@@ -158,8 +158,8 @@ def refusal(me: Identity, peer: Hello) -> str | None:
         return (
             f"{me.worker} serves {me.model} and {peer.worker} serves {peer.model}, whose KV blocks are "
             f"incompatible: {me.compatibility.differences(peer.labels)} (digests {me.compatibility.digest} "
-            f"and {peer.digest}). Start both with the same model, dtype and release, and "
-            "with BATON_PRODUCTS=pairs if their products differ."
+            f"and {peer.digest}). Start both with the same model, dtype, --speculation and "
+            "release, and with BATON_PRODUCTS=pairs if their products differ."
         )
     return None
 
