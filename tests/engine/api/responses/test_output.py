@@ -6,12 +6,15 @@ import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from baton_engine.api.answer_shape import Choice
 from baton_engine.api.parsing.parts import AnswerText, Arguments, Part, Thought, ToolCall
-from baton_engine.api.responses.output import Events, ResponseItems
+from baton_engine.api.responses.output import Events, ResponseItems, ResponseShape
 from baton_engine.api.responses.request import OfferedTool
+from baton_engine.api.transcript import Piece
 from tests.engine.api.responses.typed import kinds, typed_events
 
 MESSAGE = [
@@ -173,6 +176,22 @@ def test_response_items_not_streamed_writes_no_events() -> None:
     output.close("completed")
     assert summaries(output.items) == [("message", "Hello", "completed")]
     assert events.take() == b""
+
+
+def test_parts_of_tokens_that_come_together_are_one_event() -> None:
+    """As of a chat: those of a frontend, which reads tokens that have come meanwhile as one output."""
+    events = Events(wanted=True)
+    shape = ResponseShape(
+        model="m",
+        echo={"parallel_tool_calls": True, "tool_choice": "auto", "tools": []},
+        events_of=events,
+        output=ResponseItems(events, [], None),
+        logprobs=None,
+        keep=lambda body: None,
+    )
+    parts: list[Part] = [Thought("So"), Thought("."), AnswerText("Hel"), AnswerText("lo")]
+    stream = typed_events(shape.events(Mock(Choice), Piece("So.Hello", parts=parts), Mock()))
+    assert [event["delta"] for event in stream if "delta" in event] == ["So.", "Hello"]
 
 
 @pytest.mark.parametrize("seed", range(30))

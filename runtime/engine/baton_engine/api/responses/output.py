@@ -274,7 +274,7 @@ class ResponseShape:
             self._begun = True
             for kind in ("response.created", "response.in_progress"):
                 self.events_of.add(kind, {"response": self._body("in_progress")})
-        self._take(piece, piece.parts)
+        self._take(piece)
         return self.events_of.take()
 
     def closing(self, usage: Usage) -> bytes:
@@ -284,7 +284,7 @@ class ResponseShape:
 
     def answer(self, choices: Sequence[tuple[Choice, Piece]], usage: Usage) -> dict[str, Any]:
         _, piece = choices[0]
-        self._take(piece, merged(piece.parts))
+        self._take(piece)
         return self._complete(usage)
 
     def failure(self, error: BatonError) -> bytes:
@@ -293,10 +293,10 @@ class ResponseShape:
         self.events_of.add("response.failed", {"response": self._body("failed", error=error_body)})
         return self.events_of.take()
 
-    def _take(self, piece: Piece, parts: Sequence[Part]) -> None:
+    def _take(self, piece: Piece) -> None:
         if self.logprobs is not None:
             self.logprobs.add(piece)
-        self.output.push(parts)
+        self.output.push(merged(piece.parts))
         self._finish = piece.finish
 
     def _complete(self, usage: Usage) -> dict[str, Any]:
