@@ -50,7 +50,7 @@ SHAPES = {
 Latents per step, warps and stages, from so many bytes of shared memory of a program on.
 
 By what is read and by the rows of a tile. With more, compilers spill registers, or shared memory is too
-small. On AMD, warps have 64 threads, and twice the registers.
+small. On AMD, where warps have 64 threads and twice the registers, the lowest ones: gfx950 spills others.
 """
 
 HEADS = 16
@@ -331,6 +331,7 @@ def attention(
         rows = most_rows if not partial or heads > LEAST_ROWS else LEAST_ROWS
         tiles = triton.cdiv(heads, rows)
         programs = min(work.programs * tiles, CAPTURED_PROGRAMS) if partial else len(entries) * tiles
+        tile, warps, stages = shape_of(kind, rows, shared)
         _latent_attention[(programs,)](
             q,
             kv,
@@ -358,7 +359,9 @@ def attention(
             BLOCK_P=max(LEAST_ROWS, triton.next_power_of_2(spec.rotated)),
             WINDOW=window_kind(spec, window),
             enable_fp_fusion=True,
-            **_shape(kind, rows, shared),
+            TILE=tile,
+            num_warps=warps,
+            num_stages=stages,
         )
 
     if len(work.tiles):
@@ -376,9 +379,11 @@ def tile_rows(itemsize: int) -> int:
     return MOST_ROWS if itemsize == 2 else LEAST_ROWS
 
 
-def _shape(kind: str, rows: int, shared: int) -> dict[str, int]:
-    tile, warps, stages = next(shape for least, shape in SHAPES[kind, rows] if shared >= least)
-    return {"TILE": tile, "num_warps": warps, "num_stages": stages}
+def shape_of(kind: str, rows: int, shared: int) -> tuple[int, int, int]:
+    """Return the shape that `SHAPES` has for this device. `shared` as in `attention`."""
+    if torch.version.hip is not None:
+        shared = 0
+    return next(shape for least, shape in SHAPES[kind, rows] if shared >= least)
 
 
 def unsupported(spec: ModelSpec) -> str | None:

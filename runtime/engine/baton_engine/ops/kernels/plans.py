@@ -25,7 +25,8 @@ SPLIT = 256
 
 LATENT_HEADS = 32
 """Heads up to which a split of latents has `SPLIT` keys. More heads have longer ones: the sums of a head take
-nearly the bytes of two latents. Those of all heads then take at most a quarter of the bytes of the split."""
+nearly the bytes of two latents in bfloat16. Those of all heads then take at most a quarter of the bytes of
+the split."""
 
 TILE_ROWS, LARGE_TILE_ROWS = 64, 128
 """Rows of queries, tokens times heads, of a chunk's tile: on any device, and where shared memory suffices."""
@@ -56,7 +57,7 @@ class AttentionPlan(NamedTuple):
 
 def split_of(spec: ModelSpec) -> int:
     """Return the number of keys of a split."""
-    return SPLIT if spec.latent is None else SPLIT * max(1, spec.heads // LATENT_HEADS)
+    return SPLIT if spec.latent is None else SPLIT * -(-spec.heads // LATENT_HEADS)
 
 
 def plan(batch: Batch, spec: ModelSpec, window: int | None, *, tile_rows: int = TILE_ROWS) -> AttentionPlan:
