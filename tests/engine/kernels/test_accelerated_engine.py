@@ -58,7 +58,8 @@ numbers then becomes the other one.
 """
 
 each_kind = pytest.mark.parametrize(
-    "kind", ["float32", "few bits", pytest.param("latents", marks=pytest.mark.slow)]
+    "kind",
+    ["float32", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("few bits", "latents"))],
 )
 
 SIZES = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32, "intermediate_size": 64}

@@ -80,6 +80,7 @@ def test_kept_checkpoint_gives_the_expanded_tokens(name: str, tmp_path: Path) ->
     assert_same_tokens(ours, plain, [prompt[:9] for prompt in PROMPTS[:2]], 2)
 
 
+@pytest.mark.slow
 def test_kept_gguf_file_gives_the_expanded_tokens(tmp_path: Path) -> None:
     """Its embedding is quantized as well, and is the head: they share memory."""
     folder = make_model(tmp_path / "model", "llama with tied embeddings")
