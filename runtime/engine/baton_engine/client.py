@@ -2,7 +2,7 @@
 Clients of the engine for asyncio: `async for output in client.generate(request)`.
 
 The engine's thread wakes the event loop once per step, not once per token; everything else runs on the loop.
-A reader of joined outputs, such as that of a batch line, is woken once in `TOGETHER` tokens.
+A reader with `together`, such as that of a batch line, is woken once in `TOGETHER` tokens.
 A request is aborted when its task is cancelled, or its iterator is closed or garbage-collected.
 """
 
@@ -30,7 +30,7 @@ from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.tiers.tier import EngineTier
 
 TOGETHER = 16
-"""Tokens after which the reader of joined outputs is woken."""
+"""Tokens after which a reader with `together` is woken."""
 
 FAILED = (FinishReason.ABORT, FinishReason.ERROR)
 

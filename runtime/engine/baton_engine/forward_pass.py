@@ -54,8 +54,8 @@ class ScheduledChunk(msgspec.Struct, frozen=True):
         return self.tokens + len(self.draft)
 
 
-def schedule(sequence: Sequence, tokens: int, draft: tuple[int, ...] = ()) -> ScheduledChunk:
-    """Return the chunk of the next `tokens` pending tokens. Only a generating sequence has a draft."""
+def schedule(sequence: Sequence, tokens: int) -> ScheduledChunk:
+    """Return the chunk of the next `tokens` pending tokens."""
     request, output = sequence.request, sequence.prompt_output
     last, generates = tokens == sequence.pending, request.generates
     skipped = output_tokens = 0
@@ -70,7 +70,6 @@ def schedule(sequence: Sequence, tokens: int, draft: tuple[int, ...] = ()) -> Sc
         is_decode=sequence.decoding,
         skipped=skipped,
         output_tokens=output_tokens,
-        draft=draft,
     )
 
 

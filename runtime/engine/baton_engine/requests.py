@@ -139,7 +139,9 @@ class Output(msgspec.Struct, frozen=True):
     stop_id: int | None = None
     """The stop id that ended the request; it is the last of `tokens`."""
     cached_tokens: int = 0
-    """Prompt tokens that no worker computed for this request. Final from the first token on."""
+    """
+    Prompt tokens that no worker computed for this request: with the first output and the last one; else 0.
+    """
     peer_tokens: int = 0
     """Those of `cached_tokens` that the worker that computed the rest read from another worker."""
     tier_tokens: TierTokens = ()
