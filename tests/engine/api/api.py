@@ -14,7 +14,7 @@ import dataclasses
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -223,3 +223,64 @@ def events(body: str) -> list[Any]:
     assert all(line.startswith("data: ") for line in lines)
     assert lines[-1] == "data: [DONE]"
     return [msgspec.json.decode(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+ENDS = ("finish_reason", "matched_stop", "stop_reason")
+"""Members of the event that ends a choice, which may have its last text too."""
+
+GROWING = ("content", "text", "arguments", "partial_json", *ENDS)
+"""Members whose texts follow one another in the events of a stream. Those of `ENDS` have one once."""
+
+
+Place = tuple[str | int, ...]
+
+
+class Event(NamedTuple):
+    name: str
+    rest: Any
+    grown: dict[Place, Any]
+    """Texts and logprobs, by their places."""
+
+
+def joined(stream: str) -> list[Event]:
+    """
+    The events of a stream by choice, as if all tokens between two events of another kind had come at once.
+
+    Frontends write tokens that come meanwhile as one event, so streams are the same if these are.
+    """
+    choices: dict[int, list[Event]] = {}
+    for block in stream.split("\n\n"):
+        name, _, data = block.rpartition("data: ")
+        if not data.startswith("{"):
+            choices.setdefault(-1, []).append(Event(block, None, {}))
+            continue
+        body = msgspec.json.decode(data)
+        for choice in body.get("choices", ()):
+            choice |= {end: choice.get(end) for end in ENDS}
+        grown: dict[Place, Any] = {}
+        rest = _without_growing(body, grown, ())
+        first = next(iter(body.get("choices", ())), body if "meta_info" in body else {})
+        of_choice = choices.setdefault(first.get("index", -1), [])
+        before = of_choice[-1] if of_choice else Event("", None, {})
+        if of_choice and "meta_info" in body:  # each event of SGLang has what the ones before had
+            of_choice[-1] = Event(name, rest, grown)
+        elif grown and before[:2] == (name, rest) and before.grown.keys() == grown.keys():
+            of_choice[-1] = Event(name, rest, {at: before.grown[at] + grown[at] for at in grown})
+        else:
+            of_choice.append(Event(name, rest, grown))
+    return [event for index in sorted(choices) for event in choices[index]]
+
+
+def _without_growing(value: Any, grown: dict[Place, Any], place: Place) -> Any:
+    """The value without what grows, which is put into `grown`."""
+    if isinstance(value, list) and "logprobs" in place:
+        grown[place] = value
+        return None
+    if isinstance(value, list):
+        return [_without_growing(each, grown, (*place, at)) for at, each in enumerate(value)]
+    if isinstance(value, dict):
+        return {name: _without_growing(each, grown, (*place, name)) for name, each in value.items()}
+    if place[-1] in GROWING and (value is None or isinstance(value, str)):
+        grown[place] = value or ""
+        return None
+    return value

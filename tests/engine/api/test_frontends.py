@@ -31,7 +31,7 @@ from baton_engine.requests import (
     Request,
 )
 from baton_engine.tracing import StepSummary
-from tests.engine.api.api import MODEL, Api, events, eventually, open_api
+from tests.engine.api.api import MODEL, Api, Event, events, eventually, joined, open_api
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -45,10 +45,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "choices": (CHAT, {"messages": MESSAGES, "n": 3, "max_tokens": 5, "seed": 4}),
     "logprobs": (CHAT, {"messages": MESSAGES, "max_tokens": 4, "logprobs": True, "top_logprobs": 3}),
+    "streamed choices": (CHAT, {"messages": MESSAGES, "n": 3, "max_tokens": 12, "seed": 4, "stream": True}),
+    "streamed logprobs": (
+        CHAT,
+        {"messages": MESSAGES, "max_tokens": 24, "logprobs": True, "top_logprobs": 2, "stream": True},
+    ),
+    "streamed completions": (
+        COMPLETION,
+        {"prompt": ["ab", "cd"], "n": 2, "max_tokens": 12, "seed": 1, "logprobs": 2, "stream": True},
+    ),
     "prompts": (COMPLETION, {"prompt": ["ab", "cd"], "n": 2, "max_tokens": 4, "seed": 1}),
     "echo": (COMPLETION, {"prompt": "abc", "echo": True, "logprobs": 2, "max_tokens": 3}),
     "no tokens": (COMPLETION, {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 0}),
     "stop": (COMPLETION, {"prompt": "ab", "stop": ["e", "t"], "max_tokens": 60}),
+    "streamed stop": (
+        COMPLETION,
+        {"prompt": "ab", "stop": ["e", "tu"], "max_tokens": 60, "logprobs": 1, "stream": True},
+    ),
     "constraint": (
         COMPLETION,
         {"prompt": "ab", "structured_outputs": {"regex": "(abc){3}"}, "max_tokens": 20},
@@ -59,35 +72,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "field": (CHAT, {"messages": []}),
     "messages": ("/v1/messages", {"messages": MESSAGES, "max_tokens": 5, "stream": True}),
     "sglang": ("/generate", {"text": "ab", "sampling_params": {"max_new_tokens": 4, "temperature": 0}}),
+    "streamed sglang": (
+        "/generate",
+        {
+            "text": "ab",
+            "sampling_params": {"max_new_tokens": 24, "temperature": 0, "n": 2},
+            "return_logprob": True,
+            "stream": True,
+        },
+    ),
     "another path": ("/tokenize", {"prompt": "ab"}),
     "responses": ("/v1/responses", {"input": "ab", "max_output_tokens": 16}),
 }
 
 CHANGING = re.compile(
-    r'"(id|request_id|created|created_at|completed_at|item_id|e2e_latency)":("[^"]*"|[\d.]+)|(msg|resp|cmpl|chatcmpl)[-_][0-9a-f]+'
+    r'"(id|request_id|created|created_at|completed_at|item_id|e2e_latency)":("[^"]*"|[\d.e-]+)|(msg|resp|cmpl|chatcmpl)[-_][0-9a-f]+'
 )
 """Parts of answers that are never the same twice."""
 
-TEXT = re.compile(r'"(?:content|text)":"((?:[^"\\]|\\.)*)"')
 
-
-def with_joined_texts(stream: str) -> list[tuple[str, str]]:
-    """The events, without their texts, and these. Tokens that come meanwhile are one event of a frontend."""
-    joined: list[tuple[str, str]] = []
-    for event in stream.split("\n\n"):
-        frame, text = TEXT.sub("", event), "".join(TEXT.findall(event))
-        if joined and text and joined[-1][0] == frame:
-            joined[-1] = frame, joined[-1][1] + text
-        else:
-            joined.append((frame, text))
-    return joined
-
-
-async def answers(api: Api) -> dict[str, tuple[int, list[tuple[str, str]]]]:
+async def answers(api: Api) -> dict[str, tuple[int, list[Event]]]:
     got = {}
     for name, (path, body) in CASES.items():
         answer = await api.http.post(path, json={"model": MODEL, "temperature": 0} | body)
-        got[name] = answer.status_code, with_joined_texts(CHANGING.sub("", answer.text))
+        text = CHANGING.sub(lambda part: f'"{part[1]}":0' if part[1] else "", answer.text)
+        got[name] = answer.status_code, joined(text)
     return got
 
 

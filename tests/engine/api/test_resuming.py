@@ -22,7 +22,7 @@ from baton_api.stream_comments import (
     take_comments,
     with_resumption,
 )
-from tests.engine.api.api import MODEL, USER, Api, open_api
+from tests.engine.api.api import MODEL, USER, Api, joined, open_api
 
 RESUMABLE = {headers.RESUMABLE: "1"}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -152,6 +152,24 @@ async def test_resume_gives_the_rest_of_the_answer(api: Api, name: str) -> None:
             f"after {drawn} of {len(whole.tokens)} tokens"
         )
         assert whole.tokens[:drawn] + rest.tokens == whole.tokens
+
+
+@pytest.mark.one_process("has a frontend of its own")
+@pytest.mark.parametrize("name", REQUESTS)
+async def test_resume_behind_a_frontend_that_joins_tokens_gives_the_rest_of_the_answer(name: str) -> None:
+    """The events are others, as their tokens are joined by chance; what they say is the same."""
+    path, body = REQUESTS[name]
+    async with open_api(split=True, joins=True) as api:
+        whole = await follow(api, path, body)
+        assert whole.beginning is not None and whole.steps[-1][2]
+        said = joined(without_call_ids(whole.events).decode())
+        for cut in {0, 1, len(whole.steps) // 2, len(whole.steps) - 1, len(whole.steps)}:
+            had = b"".join(events for events, _, _ in whole.steps[:cut])
+            drawn = whole.steps[cut - 1][1] if cut else 0
+            resumption = Resumption(whole.beginning, whole.tokens[:drawn], cut == len(whole.steps))
+            rest = await resume(api, path, body, resumption)
+            assert joined(without_call_ids(had + rest.events).decode()) == said, f"after {drawn} tokens"
+            assert whole.tokens[:drawn] + rest.tokens == whole.tokens
 
 
 async def test_resume_unrequested_sends_no_resume_state(api: Api) -> None:
