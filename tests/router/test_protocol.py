@@ -413,7 +413,8 @@ async def test_large_bodies_are_read_by_few_connections_at_a_time() -> None:
     async with serving(application, Reading) as server:
         sent = START + CLOSE + LENGTH % size + b"x" * size
         asking = [asyncio.create_task(ask(port_of(server), sent)) for _ in range(clients)]
-        await until(lambda: len(server.server_state.tasks) == clients)
+        opened: set[Any] = server.server_state.connections
+        await until(lambda: len(opened) == clients and all(each.flow.read_paused for each in opened))
         count_turns()
         begin.set()
         assert [statuses(await one) for one in asking] == [[200]] * clients
