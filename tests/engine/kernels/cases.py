@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -16,6 +19,19 @@ GUARD = 256
 """Numbers of NaN on each side of `guarded` values: a multiple of what a device loads at once."""
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+
+
+def crossed(shapes: Iterable[str], models: Iterable[str], quick: str) -> list[Any]:
+    """Return a case for each pair. Those of the model `quick`, and of mixed shapes, are not slow."""
+    return [
+        pytest.param(
+            shape,
+            model,
+            id=f"{shape}, {model}",
+            marks=() if model == quick or "mixed" in shape else pytest.mark.slow,
+        )
+        for shape, model in itertools.product(shapes, models)
+    ]
 
 
 def batch_of(shapes: Sequence[tuple[int, int]], chance: random.Random, block_size: int = 16) -> Batch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from typing import Any
 
@@ -19,7 +18,7 @@ from baton_engine.ops.kernels.attention import tile_rows
 from baton_engine.ops.kernels.plans import LARGE_TILE_ROWS, SPLIT, TILE_ROWS, plan, plan_on_device
 from baton_engine.ops.plain import PlainOps
 from baton_engine.spec import ModelSpec
-from tests.engine.kernels.cases import DEVICE, batch_of, caches, guarded
+from tests.engine.kernels.cases import DEVICE, batch_of, caches, crossed, guarded
 from tests.engine.random_weights import tiny_spec
 from tests.seeds import seeds
 
@@ -78,18 +77,7 @@ def both(spec: ModelSpec, batch: Batch, dtype: torch.dtype, float8: bool = False
     return results[0], results[1]
 
 
-CASES = [
-    pytest.param(
-        shapes,
-        model,
-        id=f"{shapes}, {model}",
-        marks=() if model == "two heads per key head" or "mixed" in shapes else pytest.mark.slow,
-    )
-    for shapes, model in itertools.product(SHAPES, MODELS)
-]
-
-
-@pytest.mark.parametrize(("shapes", "model"), CASES)
+@pytest.mark.parametrize(("shapes", "model"), crossed(SHAPES, MODELS, quick="two heads per key head"))
 def test_attention_kernels_give_the_plain_result(shapes: str, model: str) -> None:
     torch.manual_seed(3)
     spec = tiny_spec(**MODELS[model])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,7 @@ from baton_engine.ops.kernels import latent
 from baton_engine.ops.kernels.plans import SPLIT, plan_on_device, split_of
 from baton_engine.ops.plain import PlainOps
 from baton_engine.spec import LatentSpec, ModelSpec
-from tests.engine.kernels.cases import DEVICE, batch_of, caches, guarded
+from tests.engine.kernels.cases import DEVICE, batch_of, caches, crossed, guarded
 from tests.engine.kernels.test_attention_kernels import SHAPES
 from tests.engine.random_weights import tiny_spec
 from tests.seeds import seeds
@@ -76,18 +75,7 @@ def attention(ops: PlainOps, q: Tensor, cache: KVCache, batch: Batch) -> Tensor:
     return ops.attention(q, cache, 1, batch, ops.spec.sliding_window)
 
 
-CASES = [
-    pytest.param(
-        shapes,
-        model,
-        id=f"{shapes}, {model}",
-        marks=() if model == "four heads" or "mixed" in shapes else pytest.mark.slow,
-    )
-    for shapes, model in itertools.product(SHAPES, MODELS)
-]
-
-
-@pytest.mark.parametrize(("shapes", "model"), CASES)
+@pytest.mark.parametrize(("shapes", "model"), crossed(SHAPES, MODELS, quick="four heads"))
 def test_latent_kernels_give_the_plain_result(shapes: str, model: str) -> None:
     torch.manual_seed(3)
     result, expected = both(MODELS[model], batch_of(SHAPES[shapes], random.Random(5)), torch.float32)
