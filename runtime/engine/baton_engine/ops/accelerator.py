@@ -24,7 +24,7 @@ from baton_engine.ops import AdaptedRows, ExpertGroups, ExpertLinear, Linear, Lo
 from baton_engine.ops.kernels import attention, experts, latent, layers, plans
 from baton_engine.ops.kernels.low_rank import LowRankTable, SlottedAdapter
 from baton_engine.ops.kernels.one_row import RowLinear
-from baton_engine.ops.kernels.quantized import QuantizedExperts, QuantizedLinear
+from baton_engine.ops.kernels.quantized import QuantizedLinear
 from baton_engine.ops.plain import PlainLinear, PlainOps
 from baton_engine.quantized import Matrix, Quantized
 from baton_engine.spec import ModelSpec
@@ -57,7 +57,7 @@ class AcceleratorOps(PlainOps):
 
     def prepare_experts(self, weights: Matrix, biases: Tensor | None, count: int) -> ExpertLinear:
         if isinstance(weights, Quantized):
-            return QuantizedExperts(weights, biases, count, self._shared_memory)
+            return experts.QuantizedExperts(weights, biases, count, self._shared_memory)
         return experts.GroupedLinear(weights.contiguous(), biases, self._shared_memory)
 
     def prepare_table(self, embedding: Matrix, head: Linear | None) -> Table:

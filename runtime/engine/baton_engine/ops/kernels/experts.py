@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_engine.ops import ExpertGroups
+from baton_engine.ops.kernels.quantized import arranged, merged, sum_split, tile_of
+from baton_engine.quantized import SUPERBLOCK, Quantized, unpack
 
 PAIRS = 1024
 """Pairs that a program compares with its expert at a time."""
@@ -128,6 +130,85 @@ class GroupedLinear:
                 BIAS=self.biases is not None,
                 enable_fp_fusion=True,
                 **tile,
+            )
+        return result
+
+
+@triton.jit(do_not_specialize=["share", "rows"])
+def _multiply_quantized(
+    x, numbers, scales, offsets, factors, biases, result, order, starts, share, rows, x_stride, outputs,
+    all_outputs, inputs, steps,
+    BIAS: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
+    EVEN: tl.constexpr, BY_OUTPUT: tl.constexpr, PARTS: tl.constexpr, GROUP_PARTS: tl.constexpr,
+    RUN: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr, SUPERBLOCK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROUNDED: tl.constexpr,
+):  # fmt: skip
+    """Multiply all pairs of one expert with a tile of its outputs."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    expert = tl.program_id(1).to(tl.int64)
+    # A tile at the end of an expert reads outputs of the next one, and does not store them.
+    output = expert * outputs + column
+    last = tl.load(starts + expert + 1)
+    for first in range(tl.load(starts + expert), last, ROWS):
+        position = first + tl.arange(0, ROWS)
+        paired = position < last
+        pair = tl.load(order + position, mask=paired, other=0).to(tl.int64)
+        row = tl.where(paired, pair // share, rows)
+        total = sum_split(
+            x, numbers, scales, offsets, factors, row, rows, x_stride, output, all_outputs, inputs, steps,
+            0, steps,
+            KIND, ZERO, STEP, WIDTH, EVEN, BY_OUTPUT, PARTS, GROUP_PARTS, RUN, OFFSET, FACTORS,
+            SUPERBLOCK, ROWS, COLUMNS, ROUNDED,
+        )  # fmt: skip
+        total = tl.trans(total)
+        valid = column < outputs
+        if BIAS:
+            total += tl.load(biases + output, mask=valid, other=0.0).to(tl.float32)[None, :]
+        at = result + pair[:, None] * outputs + column[None, :]
+        tl.store(at, total.to(result.dtype.element_ty), mask=paired[:, None] & valid[None, :])
+
+
+class QuantizedExperts:
+    """The quantized weights of all experts: implementation of `ExpertLinear` in one launch."""
+
+    def __init__(self, matrix: Quantized, biases: Tensor | None, count: int, shared_memory: int = 0) -> None:
+        """
+        `matrix` has the outputs of `count` experts one after the other, in one format. `shared_memory`: as
+        for `tile_of`.
+        """
+        self._shared_memory = shared_memory
+        (part,) = merged(matrix.parts)
+        self._weights = arranged(unpack(part, matrix.inputs))
+        self._biases = biases
+        self._count = count
+
+    def __call__(self, x: Tensor, groups: ExpertGroups) -> Tensor:
+        weights, pairs = self._weights, len(groups.order)
+        outputs = weights.outputs // self._count
+        result = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
+        if pairs:
+            x = x if x.stride(1) == 1 else x.contiguous()
+            constants = weights.constants
+            tile = tile_of(pairs // self._count, x.element_size(), self._shared_memory)
+            _multiply_quantized[(triton.cdiv(outputs, tile["COLUMNS"]), self._count)](
+                x,
+                *weights.tensors,
+                x if self._biases is None else self._biases,
+                result,
+                groups.order,
+                groups.starts,
+                pairs // len(x),
+                len(x),
+                x.stride(0),
+                outputs,
+                weights.outputs,
+                weights.inputs,
+                len(weights.numbers),
+                BIAS=self._biases is not None,
+                SUPERBLOCK=SUPERBLOCK,
+                enable_fp_fusion=True,
+                **tile,
+                **constants,
             )
         return result
 
