@@ -72,6 +72,8 @@ class BatonError(Exception):
     param: str | None = None
     retry_after: int | None = None
     """Minimum seconds of the `Retry-After` header, at least 1. None: a retry does not help."""
+    retriable: ClassVar[bool] = True
+    """False: OpenAI's clients must not retry, although they do after this status."""
     public: str = ""
     """Message for clients that do not operate the service, without internal addresses. Empty: the message has
     no addresses."""
@@ -84,10 +86,11 @@ class BatonError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         """Headers of the response besides type and length. `Retry-After` is random within its spread."""
-        if self.retry_after is None:
-            return {}
-        wait = random.randint(self.retry_after, self.retry_after + RETRY_SPREAD_S)
-        return {"retry-after": str(min(wait, RETRY_LIMIT_S))}
+        given = {} if self.retriable else {SHOULD_RETRY: "false"}
+        if self.retry_after is not None:
+            wait = random.randint(self.retry_after, self.retry_after + RETRY_SPREAD_S)
+            given["retry-after"] = str(min(wait, RETRY_LIMIT_S))
+        return given
 
     def body(self) -> dict[str, dict[str, str | None]]:
         """Return the JSON body of a response, or of an error event in a stream."""
@@ -101,18 +104,19 @@ class BatonError(Exception):
         }
 
 
-# What the client can correct: statuses 400 to 499.
+class ClientError(BatonError):
+    """What the client can correct: statuses 400 to 499."""
+
+    status = 400
+    type = "invalid_request_error"
 
 
-class InvalidRequest(BatonError):
+class InvalidRequest(ClientError):
     """
     A field of the request is missing, has the wrong type, or is out of range.
 
     Correct the field that `param` names, as the message says. A retry without a change fails again.
     """
-
-    status = 400
-    type = "invalid_request_error"
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -175,7 +179,7 @@ class PreviousResponseNotFound(InvalidRequest):
         )
 
 
-class Unauthorized(BatonError):
+class Unauthorized(ClientError):
     """
     The API key is missing or unknown, or the token is invalid.
 
@@ -184,7 +188,6 @@ class Unauthorized(BatonError):
     """
 
     status = 401
-    type = "invalid_request_error"
     code = "invalid_api_key"
 
     def __init__(self, given: bool = True, token: str = "") -> None:
@@ -202,7 +205,7 @@ class Unauthorized(BatonError):
         return {**super().headers, "www-authenticate": 'Bearer realm="baton"'}
 
 
-class Forbidden(BatonError):
+class Forbidden(ClientError):
     """
     The key is valid, but its tenant lacks this permission.
 
@@ -210,14 +213,13 @@ class Forbidden(BatonError):
     """
 
     status = 403
-    type = "invalid_request_error"
     code = "forbidden"
 
     def __init__(self, what: str, tenant: str) -> None:
         super().__init__(f"The tenant {tenant!r} may not {what}.")
 
 
-class ModelNotFound(BatonError):
+class ModelNotFound(ClientError):
     """
     The model is not served here.
 
@@ -225,7 +227,6 @@ class ModelNotFound(BatonError):
     """
 
     status = 404
-    type = "invalid_request_error"
     code = "model_not_found"
     param = "model"
 
@@ -236,7 +237,7 @@ class ModelNotFound(BatonError):
         self.served = served
 
 
-class AdapterNotFound(BatonError):
+class AdapterNotFound(ClientError):
     """
     The LoRA adapter is not loaded, or its files do not exist.
 
@@ -244,10 +245,9 @@ class AdapterNotFound(BatonError):
     """
 
     status = 404
-    type = "invalid_request_error"
 
 
-class ResponseNotFound(BatonError):
+class ResponseNotFound(ClientError):
     """
     The response is not stored: unknown, of another key, or expired.
 
@@ -256,14 +256,13 @@ class ResponseNotFound(BatonError):
     """
 
     status = 404
-    type = "invalid_request_error"
     param = "id"
 
     def __init__(self, id: str) -> None:
         super().__init__(f"Response with id {id[:100]!r} not found.")
 
 
-class FileNotFound(BatonError):
+class FileNotFound(ClientError):
     """
     The file does not exist: unknown, of another key, deleted, or expired.
 
@@ -271,7 +270,6 @@ class FileNotFound(BatonError):
     """
 
     status = 404
-    type = "invalid_request_error"
     param = "id"
 
     def __init__(self, id: str, param: str = "id") -> None:
@@ -279,7 +277,7 @@ class FileNotFound(BatonError):
         self.param = param
 
 
-class BatchNotFound(BatonError):
+class BatchNotFound(ClientError):
     """
     The batch does not exist: unknown, of another key, or removed after its end.
 
@@ -287,14 +285,13 @@ class BatchNotFound(BatonError):
     """
 
     status = 404
-    type = "invalid_request_error"
     param = "id"
 
     def __init__(self, id: str) -> None:
         super().__init__(f"No batch found with id '{id[:100]}'.")
 
 
-class RouteNotFound(BatonError):
+class RouteNotFound(ClientError):
     """
     The path does not exist.
 
@@ -302,13 +299,12 @@ class RouteNotFound(BatonError):
     """
 
     status = 404
-    type = "invalid_request_error"
 
     def __init__(self, method: str, path: str) -> None:
         super().__init__(f"Unknown request URL: {method} {path[:200]}.")
 
 
-class MethodNotAllowed(BatonError):
+class MethodNotAllowed(ClientError):
     """
     The path exists, but not with this method.
 
@@ -316,7 +312,6 @@ class MethodNotAllowed(BatonError):
     """
 
     status = 405
-    type = "invalid_request_error"
 
     def __init__(self, method: str, path: str, allowed: str = "") -> None:
         """`allowed` are the methods of the path, separated by commas."""
@@ -328,7 +323,7 @@ class MethodNotAllowed(BatonError):
         return {**super().headers, "allow": self.allowed}
 
 
-class BatchEnded(BatonError):
+class BatchEnded(ClientError):
     """
     The batch has already ended and cannot be cancelled.
 
@@ -336,17 +331,13 @@ class BatchEnded(BatonError):
     """
 
     status = 409
-    type = "invalid_request_error"
+    retriable = False  # OpenAI's clients retry a 409
 
     def __init__(self, status: str) -> None:
         super().__init__(f"Cannot cancel a batch with status '{status}'.")
 
-    @property
-    def headers(self) -> dict[str, str]:
-        return {**super().headers, SHOULD_RETRY: "false"}  # OpenAI's clients retry a 409
 
-
-class StaleLease(BatonError):
+class StaleLease(ClientError):
     """
     The runner's lease on a batch is over: another runner has the batch, or the batch has ended.
 
@@ -354,20 +345,16 @@ class StaleLease(BatonError):
     """
 
     status = 409
-    type = "invalid_request_error"
     code = "stale_lease"
+    retriable = False
 
     def __init__(self, batch: str, given: int, current: int, status: str) -> None:
         super().__init__(
             f"The lease {given} on {batch[:100]} is over: the batch is {status} and its lease is {current}."
         )
 
-    @property
-    def headers(self) -> dict[str, str]:
-        return {**super().headers, SHOULD_RETRY: "false"}
 
-
-class BodyTooSlow(BatonError):
+class BodyTooSlow(ClientError):
     """
     The body of the request arrived too slowly.
 
@@ -375,14 +362,13 @@ class BodyTooSlow(BatonError):
     """
 
     status = 408
-    type = "invalid_request_error"
 
     def __init__(self, seconds: float) -> None:
         """`seconds` is the longest time without a byte."""
         super().__init__(f"The request's body stopped for {seconds:g} seconds, or arrived too slowly.")
 
 
-class BodyTooLarge(BatonError):
+class BodyTooLarge(ClientError):
     """
     The body of the request exceeds the limit.
 
@@ -390,14 +376,13 @@ class BodyTooLarge(BatonError):
     """
 
     status = 413
-    type = "invalid_request_error"
     code = "content_size_limit_exceeded"
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"The request body is over the limit of {limit} bytes.")
 
 
-class RangeNotSatisfiable(BatonError):
+class RangeNotSatisfiable(ClientError):
     """
     The `Range` header requests bytes after the end of the file.
 
@@ -405,7 +390,6 @@ class RangeNotSatisfiable(BatonError):
     """
 
     status = 416
-    type = "invalid_request_error"
 
     def __init__(self, size: int) -> None:
         super().__init__(f"The range starts after the end of the file, which has {size} bytes.")
@@ -416,7 +400,7 @@ class RangeNotSatisfiable(BatonError):
         return {**super().headers, "content-range": f"bytes */{self.size}"}
 
 
-class HeadTooLarge(BatonError):
+class HeadTooLarge(ClientError):
     """
     The request line and the headers together exceed the limit.
 
@@ -424,13 +408,12 @@ class HeadTooLarge(BatonError):
     """
 
     status = 431
-    type = "invalid_request_error"
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"The head of the request is over the limit of {limit} bytes.")
 
 
-class QuotaExceeded(BatonError):
+class QuotaExceeded(ClientError):
     """
     The key has reached its limit of files or of file bytes.
 
@@ -440,18 +423,15 @@ class QuotaExceeded(BatonError):
     status = 429
     type = "insufficient_quota"
     code = "insufficient_quota"
+    retriable = False  # a wait frees no space
 
     def __init__(self, what: str, stored: int, limit: int) -> None:
         super().__init__(
             f"This key stores {stored} {what}; its limit is {limit}. Delete files to store more."
         )
 
-    @property
-    def headers(self) -> dict[str, str]:
-        return {**super().headers, SHOULD_RETRY: "false"}  # a wait frees no space
 
-
-class RateLimited(BatonError):
+class RateLimited(ClientError):
     """
     The tenant has reached its limit of requests or tokens per minute, or of open requests.
 
@@ -468,7 +448,7 @@ class RateLimited(BatonError):
         self.retry_after = max(1, min(RETRY_LIMIT_S, retry_after))
 
 
-class RequestAborted(BatonError):
+class RequestAborted(ClientError):
     """
     The request was aborted by its id before it was complete.
 
@@ -476,7 +456,6 @@ class RequestAborted(BatonError):
     """
 
     status = 499  # as proxies report requests that the client gave up; clients do not retry
-    type = "invalid_request_error"
     code = "request_aborted"
 
     def __init__(self) -> None:
@@ -565,13 +544,10 @@ class StorageFull(BatonError):
 
     status = 507
     code = "storage_full"
+    retriable = False
 
     def __init__(self, where: str) -> None:
         super().__init__(f"No space is left in {where}; this request was not stored.")
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {**super().headers, SHOULD_RETRY: "false"}
 
 
 class WorkerLost(BatonError):
@@ -599,16 +575,13 @@ class PoisonRequest(BatonError):
     """
 
     code = "poison_request"
+    retriable = False
 
     def __init__(self, workers: int) -> None:
         super().__init__(
             f"{workers} workers were lost while they served this request. The router does not send it to "
             "another one. Do not retry; the logs of the lost workers have the cause."
         )
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {**super().headers, SHOULD_RETRY: "false"}
 
 
 class InternalError(BatonError):

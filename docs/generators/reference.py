@@ -17,7 +17,15 @@ from pathlib import Path
 from pydantic_settings import BaseSettings
 
 from baton_api import generated_files, limits, metrics
-from baton_api.errors import CODES, MESSAGE_LIMIT, RETRY_LIMIT_S, RETRY_SPREAD_S, BatonError, InvalidRequest
+from baton_api.errors import (
+    CODES,
+    MESSAGE_LIMIT,
+    RETRY_LIMIT_S,
+    RETRY_SPREAD_S,
+    BatonError,
+    ClientError,
+    InvalidRequest,
+)
 from baton_api.metrics import Label, Metric
 from baton_cli import peers
 from baton_cli.options import Option, options_of
@@ -207,10 +215,11 @@ def _codes() -> Iterator[str]:
 
 
 def descendants(root: type[BatonError]) -> Iterator[type[BatonError]]:
-    """Yield the subclasses of an error, depth first."""
+    """Yield the subclasses of an error that are raised, depth first."""
     for child in root.__subclasses__():
         if child.__module__.startswith("baton_api.errors"):
-            yield child
+            if child is not ClientError:
+                yield child
             yield from descendants(child)
 
 
