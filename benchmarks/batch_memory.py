@@ -24,7 +24,7 @@ import psutil
 from baton_batches.database import Database
 from baton_batches.files import FileLedger, NewFile
 from baton_batches.ledger import Ledger
-from baton_batches.runner import GROUP_RESULTS
+from baton_batches.result_outbox import GROUP_RESULTS
 from baton_batches.values import LineResult
 from benchmarks.batch_chaos import database
 from tests.batches import chaos

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from baton_batches.runner import GROUP_BYTES, GROUP_RESULTS, POST_RESULTS, ResultOutbox
+from baton_batches.result_outbox import GROUP_BYTES, GROUP_RESULTS, POST_RESULTS, ResultOutbox
 from baton_batches.values import LineResult
 from baton_batches.wire import ResultReceipt, RunnerOrder
 from tests.batches import virtual_time
