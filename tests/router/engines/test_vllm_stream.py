@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from baton_api.errors import ModelNotFound
 from baton_router.engines.bodies import openai_error, read_options, with_members
-from baton_router.engines.vllm import BODIES, StreamOptions, VllmStream
+from baton_router.engines.vllm import BODIES
+from baton_router.engines.vllm_stream import StreamOptions, VllmStream
 
 HEAD = 'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":17,"model":"a/\\"b\\""'
 
