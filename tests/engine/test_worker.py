@@ -33,8 +33,9 @@ from baton_engine.service import RoleServices
 from baton_engine.settings import WorkerSettings
 from baton_engine.spec import ModelSpec
 from baton_engine.tiers import namespace
+from baton_engine.tiers.opening import read_weights
 from baton_engine.tiers.slab import WEIGHTS
-from baton_engine.worker import Worker, _weights, open_worker
+from baton_engine.worker import Worker, open_worker
 from tests.engine.models import make_model
 from tests.plain_http import PLAIN
 
@@ -344,13 +345,13 @@ def test_worker_with_a_shared_store_alone_keeps_the_digest_of_its_weights(
     monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(namespace, "SETTLED_S", -60.0)  # its files were just written
     shared = settings(tiny, kv_memory_tier=2**20, kv_shared_store="file:///kv", kv_shared_store_size=2**20)
-    weights = _weights(shared, Checkpoint(tiny, "tiny"))
+    weights = read_weights(shared, tiny, None)
     (kept,) = (tmp_path / "cache").glob(f"digests/*/{WEIGHTS}")
     kept.write_text(json.dumps(["read from here", weights.states]))
-    assert _weights(shared, Checkpoint(tiny, "tiny")).digest == "read from here"
+    assert read_weights(shared, tiny, None).digest == "read from here"
     other = shutil.copytree(tiny, tmp_path / "other")
-    assert _weights(shared, Checkpoint(other, "other")).digest == weights.digest, "it has the same bytes"
-    assert _weights(shared, Checkpoint(tiny, "tiny")).digest == "read from here", "each has a folder"
+    assert read_weights(shared, other, None).digest == weights.digest, "it has the same bytes"
+    assert read_weights(shared, tiny, None).digest == "read from here", "each has a folder"
 
 
 async def test_worker_cache_and_tier_must_fit_into_the_memory_together(

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
-import os
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -63,13 +60,8 @@ from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings
 from baton_engine.spec import ModelSpec
 from baton_engine.speculation.loading import check_draft, load_draft, speculation_tokens, with_head
-from baton_engine.tiers.disk import DiskStore
-from baton_engine.tiers.namespace import Weights
-from baton_engine.tiers.objects import BlockObjects
-from baton_engine.tiers.objects import opened as objects_of
-from baton_engine.tiers.shared import SharedTier
-from baton_engine.tiers.store import MemoryStore
-from baton_engine.tiers.tier import EngineTier, Tier
+from baton_engine.tiers.opening import check_tiers, close_tiers, open_tiers
+from baton_engine.tiers.tier import EngineTier
 from baton_engine.tracing import WorkerTracing, tracing_of
 from baton_engine.transfer import Transfer
 from baton_engine.transfer.handshake import Compatibility, Identity
@@ -81,9 +73,6 @@ log = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 0.0005
 """Seconds for which the engine's thread may keep the GIL while the event loop waits for it. Python's default
 of 5 ms would delay every token."""
-
-FLUSH_S = 5.0
-"""Seconds after the drain for blocks that are only in memory, if there is a tier on a disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +194,7 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
     """Start a worker and warm it up. Raises SetupError if settings, model or machine do not allow it."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     ranks = settings.tensor_parallel_size
-    _check_tiers(settings)
+    check_tiers(settings)
     torch.set_num_threads(max(1, (settings.threads or machine.usable_cores()) // ranks))
     device = device_of(settings.device, ranks)
     dtype = dtype_of(settings.dtype, device)
@@ -232,7 +221,7 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
             kv_dtype=cache_dtype,
             products=loaded.model.sums if isinstance(loaded.model, NativeDecoder) else ONE_ORDER,
         )
-        tiers = await asyncio.to_thread(_open_tiers, settings, loaded, cache, draft, compatibility, stack)
+        tiers = await _open_tiers(settings, loaded, cache, draft, compatibility, stack)
         client, fatal = _open_engine(loaded, model, cache, limits, publisher, draft, head, tiers, stack)
         worker = Worker(
             settings=settings,
@@ -361,30 +350,7 @@ def _capture(
     return model, draft, head
 
 
-def _check_tiers(settings: WorkerSettings) -> None:
-    if settings.kv_memory_tier and settings.tensor_parallel_size > 1:
-        raise SetupError(
-            "--kv-memory-tier needs --tensor-parallel-size 1: it would keep the first rank's part of a block."
-        )
-    if bool(settings.kv_disk_tier) != bool(settings.kv_disk_tier_size):
-        raise SetupError(
-            "--kv-disk-tier and --kv-disk-tier-size are set together: a folder, and its size, such as 100GiB."
-        )
-    if settings.kv_disk_tier and not settings.kv_memory_tier:
-        raise SetupError(
-            "--kv-disk-tier needs --kv-memory-tier, through which its blocks pass. Set one, such as 1GiB."
-        )
-    if bool(settings.kv_shared_store) != bool(settings.kv_shared_store_size):
-        raise SetupError(
-            "--kv-shared-store and --kv-shared-store-size are set together: a URL and its size, such as 1TiB."
-        )
-    if settings.kv_shared_store and not settings.kv_memory_tier:
-        raise SetupError(
-            "--kv-shared-store needs --kv-memory-tier, through which its blocks pass. Set one, such as 1GiB."
-        )
-
-
-def _open_tiers(
+async def _open_tiers(
     settings: WorkerSettings,
     loaded: _LoadedModel,
     cache: KVCache,
@@ -392,85 +358,15 @@ def _open_tiers(
     compatibility: Compatibility,
     stack: contextlib.AsyncExitStack,
 ) -> list[EngineTier]:
-    """Open the tiers, the fastest first. Raises SetupError."""
-    if not settings.kv_memory_tier:
-        return []
-    if loaded.encoder is not None:
+    if settings.kv_memory_tier and loaded.encoder is not None:
         raise SetupError(
             f"--kv-memory-tier has no use with {loaded.checkpoint.name}, which generates no text."
         )
-    free = free_bytes(torch.device("cpu"))
-    if free is not None and cache.kv.device.type == "cpu":
-        # Caches get their memory at the first use of each block: all of it still counts as free.
-        free = max(0, free - cache.kv.nbytes - (0 if draft is None else draft[1].kv.nbytes))
-    store = MemoryStore(settings.kv_memory_tier, cache.block_bytes, free)
-    log.info("%d KV blocks fit into the memory tier of %s", store.slots, show_size(settings.kv_memory_tier))
-    memory = Tier(store, cache)
-    tiers: list[EngineTier] = [memory]
-    stack.push_async_callback(asyncio.to_thread, _close_tiers, tiers)
-    if settings.kv_disk_tier or settings.kv_shared_store:
-        weights = _weights(settings, loaded.checkpoint, loaded.head)
-        namespace = weights.namespace(compatibility.digest)
-        if settings.kv_disk_tier:
-            tiers.append(_open_disk(settings, cache, weights, namespace, memory))
-        if settings.kv_shared_store:
-            tiers.append(_open_shared(settings, cache, namespace, memory))
+    paths = (loaded.checkpoint.path, None if loaded.head is None else loaded.head.path)
+    drafts = 0 if draft is None else draft[1].kv.nbytes
+    tiers = await asyncio.to_thread(open_tiers, settings, cache, drafts, *paths, compatibility.digest)
+    stack.push_async_callback(asyncio.to_thread, close_tiers, tiers)
     return tiers
-
-
-def _weights(settings: WorkerSettings, checkpoint: Checkpoint, head: Checkpoint | None = None) -> Weights:
-    """Read all weights, unless the folder of the disk tier, or else Baton's cache, has their digest."""
-    if settings.kv_disk_tier:
-        folder = Path(settings.kv_disk_tier).expanduser()
-    else:
-        name = hashlib.sha256(bytes(checkpoint.path.resolve())).hexdigest()[:16]
-        folder = machine.cache_folder(os.environ) / "digests" / name
-    try:
-        weights = Weights.of(checkpoint.path, folder, head=None if head is None else head.path)
-    except OSError as error:
-        raise SetupError(f"Cannot read {checkpoint.path}: {error}.") from error
-    if not settings.kv_disk_tier:  # which is opened later
-        with contextlib.suppress(OSError):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        weights.keep(folder)
-    return weights
-
-
-def _open_shared(settings: WorkerSettings, cache: KVCache, namespace: bytes, memory: Tier) -> SharedTier:
-    """Open the shared store, which need not be reachable. Raises SetupError."""
-    url, size = settings.kv_shared_store, settings.kv_shared_store_size
-    objects = BlockObjects(objects_of(url), namespace, cache.block_bytes, url=url)
-    log.info("KV blocks are shared in %s, of %s at most, as %s", url, show_size(size), namespace.hex())
-    return SharedTier(objects, cache, memory, size, settings.kv_shared_store_expiry_s)
-
-
-def _open_disk(
-    settings: WorkerSettings, cache: KVCache, weights: Weights, namespace: bytes, above: Tier
-) -> Tier:
-    """Open the tier on a disk, without slots if the disk cannot be used. Raises SetupError."""
-    folder, size = Path(settings.kv_disk_tier).expanduser(), settings.kv_disk_tier_size
-    store = DiskStore(folder, size, cache.block_bytes, namespace)
-    tier = Tier(store, cache, above=above)
-    if store.slots:
-        weights.keep(folder)
-        counts = store.slots, show_size(size), folder, len(store.found)
-        log.info("%d KV blocks fit into the disk tier of %s in %s, which has %d of this model", *counts)
-    else:
-        tier.totals.errors += 1
-    return tier
-
-
-def _close_tiers(tiers: Sequence[EngineTier]) -> None:
-    """Bring what only the memory has to the tiers behind it, within a short time."""
-    if len(tiers) > 1:
-        until = time.monotonic() + FLUSH_S
-        try:
-            for tier in tiers:
-                tier.flush(until)
-        except Exception:  # a broken device must not keep the process from its end
-            log.exception("Cannot write the KV blocks of the memory to the tiers behind it.")
-    for tier in reversed(tiers):
-        tier.close()
 
 
 def _open_engine(
