@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from baton_engine.ops.kernels import quantized
-from baton_engine.ops.kernels.quantized import arranged, merged
+from baton_engine.ops.kernels import packed
+from baton_engine.ops.kernels.packed import Layout, merged, repack
 from baton_engine.quantized import Format, Quantized, unpack
 from tests.engine.kernels import compiling
 from tests.engine.kernels.compiling import Launch
@@ -220,21 +220,20 @@ def ceiling(counted: Pass, weights: float, tiles: int = 1) -> Ceiling:
 
 def weights_of(constants: dict[str, Any], warps: int, products: int) -> float:
     """Return the weights of a warp in a pass, by a kernel's constants and, if it is known, its products."""
-    step = int(constants["STEP"])
+    layout: Layout | None = constants.get("LAYOUT")
+    step = int(constants["STEP"]) if layout is None else layout.step
     if "ROWS" not in constants:
         return float(constants["OUTPUTS"] * constants.get("STEPS", 1) * step / warps)
     if products:
         # The compiler may have unrolled the loop. With minima, inputs are multiplied by ones, too.
-        doubled = constants.get("OFFSET") == "minima" and not constants["ROUNDED"]
+        doubled = layout is not None and layout.offset == "minima" and not constants["ROUNDED"]
         return products / float(constants["ROWS"]) / (2 if doubled else 1)
     return float(constants["COLUMNS"] * step / warps)
 
 
 def bytes_per_weight(matrix: Quantized) -> float:
-    weights = arranged(unpack(merged(matrix.parts)[0], matrix.inputs))
-    optional = (weights.offsets, weights.factors)
-    tensors = (weights.numbers, weights.scales, *(each for each in optional if each is not None))
-    return sum(each.nbytes for each in tensors) / (weights.outputs * weights.inputs)
+    weights = repack(unpack(merged(matrix.parts)[0], matrix.inputs))
+    return weights.nbytes / (weights.outputs * weights.inputs)
 
 
 def counted(compiled: Any, tensor: int) -> Pass:
@@ -334,7 +333,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="add all kernels that are compiled")
     options = parser.parse_args()
     device = DEVICES[options.device]
-    quantized.converts_float8 = lambda device: options.target in compiling.CONVERTING
+    packed.converts_float8 = lambda device: options.target in compiling.CONVERTING
     print(f"{options.target}, {options.device}; instructions of a warp for 32 weights\n{HEADER}")
     for name in filter(None, options.formats.split(",")):
         matrices = {name: compiling.matrix_of(Format[name])}

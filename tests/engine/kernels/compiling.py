@@ -32,7 +32,7 @@ from baton_engine.batch import Batch, BatchRow, StaticBatch
 from baton_engine.kv.cache import FLOAT8_CACHE, KVCache
 from baton_engine.ops import LowRankLinear, LowRankOutputs
 from baton_engine.ops.accelerator import AcceleratorOps
-from baton_engine.ops.kernels import quantized, sampling, scaled
+from baton_engine.ops.kernels import packed, sampling, scaled
 from baton_engine.ops.kernels.checksums import mixed_sums
 from baton_engine.ops.kernels.quantized import QuantizedLinear
 from baton_engine.ops.plain import PlainLinear
@@ -399,7 +399,7 @@ def cases(target: str) -> dict[str, list[Launch]]:
     captured |= {f"{name}, float32": latent_launches(spec_of(name), fp32, fp32, memory) for name in LATENTS}
     captured |= {"one row": row_launches(bf16), "rounded inputs": rounding_launches()}
     if target in CONVERTING:
-        quantized.converts_float8 = lambda device: True
+        packed.converts_float8 = lambda device: True
         captured |= {"FP8, converted": quantized_launches(matrix_of(Format.FP8), bf16, memory)}
     captured |= {f"adapters, {dtype}": adapter_launches(dtype) for dtype in (bf16, fp32)}
     names = captured if target in WHOLE else LATENTS if target == "A100" else SAMPLE

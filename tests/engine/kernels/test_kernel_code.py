@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from baton_engine.ops.kernels.packed import Layout
 from benchmarks.kernel_code import DEVICES, Instruction, ceiling, cost, inner_loop, weights_of
 
 SASS = """
@@ -76,11 +79,18 @@ def test_products_of_an_instruction(name: str, expected: int) -> None:
     assert Instruction(name).products == expected
 
 
+LAYOUT = Layout(
+    kind="int4", zero=0, offset="none", superblock=0, step=128, parts=4, group_parts=1, width=16, even=True,
+    by_output=False,
+)  # fmt: skip
+
+
 def test_weights_of_a_pass() -> None:
-    tile = {"STEP": 128, "ROWS": 16, "COLUMNS": 64, "OFFSET": "none", "ROUNDED": False}
+    tile = {"LAYOUT": LAYOUT, "ROWS": 16, "COLUMNS": 64, "ROUNDED": False}
     assert weights_of(tile, 4, 0) == 64 * 128 / 4
     assert weights_of(tile, 4, 16 * 4096) == 4096, "the compiler unrolled the loop twice"
-    assert weights_of(tile | {"OFFSET": "minima"}, 4, 16 * 4096) == 2048, "ones are multiplied, too"
+    minima = tile | {"LAYOUT": replace(LAYOUT, offset="minima")}
+    assert weights_of(minima, 4, 16 * 4096) == 2048, "ones are multiplied, too"
     assert weights_of({"STEP": 64, "STEPS": 32, "OUTPUTS": 4}, 4, 0) == 2048
 
 

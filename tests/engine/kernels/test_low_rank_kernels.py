@@ -17,14 +17,13 @@ from baton_engine.batch import Batch, BatchRow, StaticBatch
 from baton_engine.model.lora import LowRank, low_rank_linears
 from baton_engine.ops import LowRankLinear, Ops
 from baton_engine.ops.accelerator import AcceleratorOps
+from baton_engine.ops.kernels.adapter_table import COLUMNS, SLOTS
 from baton_engine.ops.kernels.low_rank import (
-    COLUMNS,
     FEW_TOKENS,
     GATED_COLUMNS,
     MANY_TOKENS,
     PROGRAMS,
     ROW_SPLIT,
-    SLOTS,
     SPLIT,
 )
 from baton_engine.ops.plain import PlainLinear, PlainOps

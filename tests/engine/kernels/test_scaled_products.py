@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
 from baton_engine.ops.kernels import scaled
-from baton_engine.ops.kernels.quantized import LARGE_TILE_MEMORY, QuantizedLinear, arranged
+from baton_engine.ops.kernels.packed import repack
+from baton_engine.ops.kernels.quantized import LARGE_TILE_MEMORY, QuantizedLinear, multiply_scaled
 from baton_engine.quantized import Format, Quantized, QuantizedPart, pack_float8, unpack
 from tests.engine.kernels.cases import DEVICE, guarded
 
@@ -93,7 +94,7 @@ def inputs_of(rows: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> Te
 def test_product_is_within_the_rounding_of_inputs(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     matrix, x = float8_matrix(outputs, inputs, inputs, seed=1), inputs_of(7, inputs, dtype)
     (part,) = matrix.to(DEVICE).parts
-    product = arranged(unpack(part, inputs), "rows").multiply_scaled(guarded(x))
+    product = multiply_scaled(repack(unpack(part, inputs), "rows"), guarded(x))
     assert (product.shape, product.dtype) == ((7, outputs), dtype)
     weights, x = values_of(matrix), x.double().cpu()
     assert ((product.double().cpu() - x @ weights.T).abs() <= bound(x, weights, inputs)).all()
@@ -153,7 +154,7 @@ def test_input_that_is_not_finite_stays_in_its_row(value: float) -> None:
     x = torch.ones(3, 256, dtype=torch.float16, device=DEVICE)
     x[1, 5] = value
     (part,) = float8_matrix(32, 256, 256, seed=9).to(DEVICE).parts
-    result = arranged(unpack(part, 256), "rows").multiply_scaled(x)
+    result = multiply_scaled(repack(unpack(part, 256), "rows"), x)
     assert result.isnan().all(dim=1).tolist() == [False, True, False]
     assert result.isfinite().all(dim=1).tolist() == [True, False, True]
 

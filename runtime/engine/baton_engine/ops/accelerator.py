@@ -22,7 +22,8 @@ from baton_engine.batch import Batch, StaticBatch
 from baton_engine.kv.cache import KVCache
 from baton_engine.ops import AdaptedRows, ExpertGroups, ExpertLinear, Linear, LowRankLinear, Table
 from baton_engine.ops.kernels import attention, experts, latent, layers, plans
-from baton_engine.ops.kernels.low_rank import LowRankTable, SlottedAdapter
+from baton_engine.ops.kernels.adapter_table import AdapterTable, SlottedAdapter
+from baton_engine.ops.kernels.low_rank import adapted_rows
 from baton_engine.ops.kernels.one_row import RowLinear
 from baton_engine.ops.kernels.quantized import QuantizedLinear
 from baton_engine.ops.plain import PlainLinear, PlainOps
@@ -45,7 +46,7 @@ class AcceleratorOps(PlainOps):
         self._plan_of: dict[int | None, plans.AttentionPlan] = {}
         """By window, made by the first layer with this window."""
         self._shared_memory = shared_memory
-        self._adapters: LowRankTable | None = None
+        self._adapters: AdapterTable | None = None
         """None until an adapter is placed, or a pass with adapters is captured."""
 
     def prepare(self, weight: Matrix, bias: Tensor | None = None) -> Linear:
@@ -80,11 +81,13 @@ class AcceleratorOps(PlainOps):
         return self._adapter_table(devices.pop()).place(layers)
 
     def adapted(self, batch: Batch, *, wanted: bool) -> AdaptedRows | None:
-        return self._adapter_table(batch.device).rows(batch, wanted=wanted) if batch.has_adapters else None
+        if not batch.has_adapters:
+            return None
+        return adapted_rows(self._adapter_table(batch.device), batch, wanted=wanted, gelu=self._gelu)
 
-    def _adapter_table(self, device: torch.device) -> LowRankTable:
+    def _adapter_table(self, device: torch.device) -> AdapterTable:
         if self._adapters is None:
-            self._adapters = LowRankTable(self.spec, device)
+            self._adapters = AdapterTable(self.spec, device)
         return self._adapters
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -100,7 +103,11 @@ class AcceleratorOps(PlainOps):
         return x, residual
 
     def gated(self, gate_up: Tensor) -> Tensor:
-        return layers.gated(gate_up, gelu=self.spec.activation == "gelu_tanh")
+        return layers.gated(gate_up, self._gelu)
+
+    @property
+    def _gelu(self) -> bool:
+        return self.spec.activation == "gelu_tanh"
 
     def group_by_expert(self, chosen: Tensor, count: int) -> ExpertGroups:
         return experts.group(chosen, count)

@@ -18,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_engine.ops import ExpertGroups
-from baton_engine.ops.kernels.quantized import arranged, merged, sum_split, tile_of
-from baton_engine.quantized import SUPERBLOCK, Quantized, unpack
+from baton_engine.ops.kernels.packed import merged, repack
+from baton_engine.ops.kernels.quantized import sum_split, tile_of
+from baton_engine.quantized import Quantized, unpack
 
 PAIRS = 1024
 """Pairs that a program compares with its expert at a time."""
@@ -138,10 +139,8 @@ class GroupedLinear:
 def _multiply_quantized(
     x, numbers, scales, offsets, factors, biases, result, order, starts, share, rows, x_stride, outputs,
     all_outputs, inputs, steps,
-    BIAS: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
-    EVEN: tl.constexpr, BY_OUTPUT: tl.constexpr, PARTS: tl.constexpr, GROUP_PARTS: tl.constexpr,
-    RUN: tl.constexpr, OFFSET: tl.constexpr, FACTORS: tl.constexpr, SUPERBLOCK: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROUNDED: tl.constexpr,
+    BIAS: tl.constexpr, LAYOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """Multiply all pairs of one expert with a tile of its outputs."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -156,9 +155,7 @@ def _multiply_quantized(
         row = tl.where(paired, pair // share, rows)
         total = sum_split(
             x, numbers, scales, offsets, factors, row, rows, x_stride, output, all_outputs, inputs, steps,
-            0, steps,
-            KIND, ZERO, STEP, WIDTH, EVEN, BY_OUTPUT, PARTS, GROUP_PARTS, RUN, OFFSET, FACTORS,
-            SUPERBLOCK, ROWS, COLUMNS, ROUNDED,
+            0, steps, LAYOUT, ROUNDED,
         )  # fmt: skip
         total = tl.trans(total)
         valid = column < outputs
@@ -178,7 +175,7 @@ class QuantizedExperts:
         """
         self._shared_memory = shared_memory
         (part,) = merged(matrix.parts)
-        self._weights = arranged(unpack(part, matrix.inputs))
+        self._weights = repack(unpack(part, matrix.inputs))
         self._biases = biases
         self._count = count
 
@@ -188,7 +185,6 @@ class QuantizedExperts:
         result = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
         if pairs:
             x = x if x.stride(1) == 1 else x.contiguous()
-            constants = weights.constants
             tile = tile_of(pairs // self._count, x.element_size(), self._shared_memory)
             _multiply_quantized[(triton.cdiv(outputs, tile["COLUMNS"]), self._count)](
                 x,
@@ -203,12 +199,11 @@ class QuantizedExperts:
                 outputs,
                 weights.outputs,
                 weights.inputs,
-                len(weights.numbers),
+                weights.steps,
                 BIAS=self._biases is not None,
-                SUPERBLOCK=SUPERBLOCK,
+                LAYOUT=weights.layout,
                 enable_fp_fusion=True,
                 **tile,
-                **constants,
             )
         return result
 
