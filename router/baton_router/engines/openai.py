@@ -36,7 +36,7 @@ _answers = msgspec.json.Decoder(_Answer)
 
 
 class OpenAiEngine:
-    """Implements `engine_request.EngineDriver`."""
+    """Implements `engine_request.EngineDriver`. Drivers of pairs add to it what differs."""
 
     async def send(self, attempt: EngineRequest) -> UpstreamExchange:
         worker, body = attempt.grant.decode, attempt.request.body

@@ -24,21 +24,18 @@ import msgspec
 
 from baton_api.prompt_report import PromptReport
 from baton_api.workers import EngineKind, Load, Role
-from baton_http.sse import EventStream
 from baton_http.upstream import UpstreamExchange, UpstreamLost
 from baton_router.cache.tiers import Tier
-from baton_router.engines.bodies import openai_error, read_options, with_members
+from baton_router.engines.bodies import read_options, with_members
 from baton_router.engines.checks import OK, WorkerApi, layout_text, mean, total
 from baton_router.engines.engine_request import (
-    BAD,
     CRASH_CAUSES,
     FAILED,
     PREFILL_CRASHED,
     PREFILL_LOST,
     EngineRequest,
-    ResumeState,
 )
-from baton_router.engines.openai import estimated_report, usage_of
+from baton_router.engines.openai import OpenAiEngine, estimated_report, usage_of
 from baton_router.engines.spec import EngineSpec
 
 SESSIONS = 2**63
@@ -114,7 +111,7 @@ class _Half:
         self.exchange: UpstreamExchange | None = None
 
 
-class SglangEngine:
+class SglangEngine(OpenAiEngine):
     """Implements `engine_request.EngineDriver`."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -136,21 +133,9 @@ class SglangEngine:
             exchange.fail(attempt.prefill_lost)
         return exchange
 
-    def stream(self, attempt: EngineRequest) -> EventStream | None:
-        return attempt.request.events() if attempt.request.events is not None else None
-
     def report(self, attempt: EngineRequest, opening: bytes) -> PromptReport | None:
         tokens, cached = usage_of(opening)
         return estimated_report(tokens, cached, remote=bool(attempt.grant.prefill)) if tokens else None
-
-    def client_body(self, attempt: EngineRequest, body: bytes) -> bytes:
-        return body if attempt.status < BAD else openai_error(attempt.status, body, attempt.request.path)
-
-    def cached_tokens(self, attempt: EngineRequest) -> int | None:
-        return None
-
-    def resume_state(self, attempt: EngineRequest) -> ResumeState | None:
-        return None
 
 
 RUNNING = "sglang:num_running_reqs"

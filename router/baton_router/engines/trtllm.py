@@ -27,12 +27,11 @@ import msgspec
 from baton_api.errors import InvalidRequest
 from baton_api.prompt_report import Fallback, PromptReport
 from baton_api.workers import TRTLLM_OWNER, EngineKind, Load
-from baton_http.sse import EventStream
 from baton_http.upstream import UpstreamExchange
 from baton_router.engines.bodies import openai_error, read_options, with_members
 from baton_router.engines.checks import OK, WorkerApi, layout_text, total
-from baton_router.engines.engine_request import BAD, EngineRequest, ResumeState
-from baton_router.engines.openai import estimated_report, usage_of
+from baton_router.engines.engine_request import BAD, EngineRequest
+from baton_router.engines.openai import OpenAiEngine, estimated_report, usage_of
 from baton_router.engines.spec import EngineSpec
 from baton_router.engines.vllm import COMPLETIONS, GENERATING, VllmBody, salt_members
 
@@ -124,7 +123,7 @@ def generation_members(answer: bytes, path: str, number: int) -> dict[str, Any]:
     return {PARAMS: params, prompt: context.prompt_token_ids}
 
 
-class TrtllmEngine:
+class TrtllmEngine(OpenAiEngine):
     """Implements `engine_request.EngineDriver`."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -158,9 +157,6 @@ class TrtllmEngine:
             attempt.prompt_tokens, attempt.cached = usage_of(answer)
         return members
 
-    def stream(self, attempt: EngineRequest) -> EventStream | None:
-        return attempt.request.events() if attempt.request.events is not None else None
-
     def report(self, attempt: EngineRequest, opening: bytes) -> PromptReport | None:
         remote = bool(attempt.prefill_s)
         tokens, cached = (attempt.prompt_tokens, attempt.cached) if remote else usage_of(opening)
@@ -175,12 +171,6 @@ class TrtllmEngine:
         if attempt.status >= BAD:
             return openai_error(attempt.status, body, attempt.request.path)
         return without_params(body) if attempt.prefill_s else body
-
-    def cached_tokens(self, attempt: EngineRequest) -> int | None:
-        return None
-
-    def resume_state(self, attempt: EngineRequest) -> ResumeState | None:
-        return None
 
 
 def without_params(body: bytes) -> bytes:
