@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from obstore.store import MemoryStore, ObjectStore
 
 from baton_api.errors import SetupError
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
@@ -32,3 +35,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if request.param == "plain":
         return Decoder(spec, weights, PlainOps(spec), CPU)
     return create_model(spec, weights, CPU, torch.float32)
+
+
+@pytest.fixture(params=["folder", "memory"])
+def object_store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore | Path:
+    """What `tiers.objects` opens."""
+    return tmp_path / "kv" if request.param == "folder" else MemoryStore()

@@ -6,58 +6,42 @@ Stores are slow, gone, full, forbidden, late and wrong here. None of it is an er
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import random
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import obstore
 import pytest
 from obstore.store import MemoryStore as ObjectMemory
 from obstore.store import ObjectStore
 
-from baton_api.errors import SetupError
 from baton_api.hashing import block_hashes, root_hash
 from baton_api.kv_events import SHARED_STORAGE
 from baton_engine.kv.cache import KVCache
 from baton_engine.kv.events import Change, KvEvents, Removed, Stored
-from baton_engine.tiers import objects as objects_module
+from baton_engine.tiers import known_objects
 from baton_engine.tiers import shared as shared_module
 from baton_engine.tiers.objects import (
     BlockObjects,
-    Damaged,
     Entry,
     Found,
     Group,
     header_bytes,
     opened,
-    outdated,
 )
 from baton_engine.tiers.shared import SharedTier
-from baton_engine.tiers.slab import Bytes, Checked, sum_of
+from baton_engine.tiers.slab import Bytes
 from baton_engine.tiers.store import MemoryStore
 from baton_engine.tiers.tier import EngineTier, Tier, TierSnapshot
-from tests.batches.s3_server import KEYS, S3Server
 from tests.engine.fake_model import make_cache
 from tests.engine.serving import Serving, prompt_of, request_of
+from tests.engine.test_block_objects import BLOCK, EACH, MODEL, OBJECT, entry, group_of, s3_server
 from tests.engine.test_tiers import POOL, STRANGERS, Heard, SlowPasses, sources
-from tests.plain_http import served
-
-BLOCK = make_cache(2).block_bytes
-EACH = 2
-"""Blocks of an object: 8 tokens."""
-MODEL = b"one of 16 bytes."
-OBJECT = header_bytes(EACH) + EACH * BLOCK
 
 
 class UnkindObjects(BlockObjects):
@@ -184,16 +168,13 @@ def answered(store: ObjectStore | Path, prompt: tuple[int, ...], **fields: Any) 
     return tokens
 
 
-@pytest.fixture(params=["folder", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore | Path:
-    return tmp_path / "kv" if request.param == "folder" else ObjectMemory()
-
-
 @pytest.mark.parametrize("length", [7, 8, 9, 33, 47])
-def test_shared_another_worker_restores_what_one_computed(store: ObjectStore | Path, length: int) -> None:
+def test_shared_another_worker_restores_what_one_computed(
+    object_store: ObjectStore | Path, length: int
+) -> None:
     prompt = prompt_of(length, 5)
-    expected = answered(store, prompt)
-    with Sharing(store) as serving:
+    expected = answered(object_store, prompt)
+    with Sharing(object_store) as serving:
         assert serving.run(request_of("b", prompt=prompt)) == [expected]
         restored = min((length - 1) // 4, length // (4 * EACH) * EACH) * 4
         assert sources(serving, "b") == ({"shared": restored} if restored else {})
@@ -220,71 +201,33 @@ def test_shared_workers_write_an_object_once_and_at_once(tmp_path: Path) -> None
         one.rested()
         other.rested()
         keys = keys_of(prompt)
-        assert set(one.shared._known) >= set(keys) <= set(other.shared._known)
+        assert all(key in serving.shared._known for key in keys for serving in (one, other))
         assert len(one.objects.list()) == len(set(one.objects.written) | set(other.objects.written))
 
 
-def test_shared_put_does_not_replace_an_object(store: ObjectStore | Path) -> None:
-    objects = BlockObjects(store, MODEL, BLOCK, EACH)
-    group, content = group_of(1)
-    first = objects.put(group, content.copy())
-    content[-1] ^= 1
-    again = objects.put(group._replace(sums=(0, 0)), content)
-    assert again == first == objects.find(group.key)
-    assert sum_of(objects.read(first, 1, 1)) == group.sums[1]
-
-
-def group_of(seed: int) -> tuple[Group, Bytes]:
-    """Blocks of random bytes, in the content of an object."""
-    chance = np.random.default_rng(seed)
-    content = np.zeros(OBJECT, dtype=np.uint8)
-    rows = content[header_bytes(EACH) :].reshape(EACH, -1)
-    rows[:] = chance.integers(0, 256, rows.shape, dtype=np.uint8)
-    names = tuple(chance.bytes(16) for _ in rows)
-    return Group(2, b"p" * 16, names, tuple(map(sum_of, rows))), content
-
-
 @pytest.mark.slow
-def test_shared_objects_of_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_bucket_is_restored_from_and_computed_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A real server: what one worker put there, another one restores; a dead server is a computation."""
-    server = S3Server(tmp_path)
-    for name, value in {**KEYS, "AWS_ENDPOINT_URL": server.endpoint}.items():
-        monkeypatch.setenv(name, value)
-    try:
-        store = opened("s3://bucket/kv")
-        test_shared_put_does_not_replace_an_object(store)
-        objects = BlockObjects(store, MODEL, BLOCK, EACH)
-        found = objects.find(group_of(1)[0].key)
-        assert found is not None and objects.find(b"none of 16 bytes") is None
-        with pytest.raises(FileNotFoundError):
-            objects.read(replace(found, version='"another"'), 0, 1)
+    with s3_server(tmp_path, monkeypatch) as server:
         prompt = prompt_of(41, 4)
-        expected = answered(store, prompt)
-        with Sharing(store) as serving:
+        expected = answered(opened("s3://bucket/kv"), prompt)
+        with Sharing(opened("s3://bucket/kv")) as serving:
             assert serving.run(request_of("b", prompt=prompt)) == [expected]
             assert sources(serving, "b") == {"shared": 40}
-        objects.clear()
-        assert objects.list() == [] == server.objects()
-        with monkeypatch.context() as without:  # as of stores that cannot put if absent
-            without.setenv("AWS_CONDITIONAL_PUT", "disabled")
-            simple = BlockObjects(opened("s3://bucket/kv"), MODEL, BLOCK, EACH)
-        for _ in range(2):
-            put = simple.put(*group_of(1))
-            assert put == simple.find(group_of(1)[0].key)
-        simple.clear()
+        BlockObjects(opened("s3://bucket/kv"), MODEL, BLOCK, EACH).clear()
         with Sharing(opened("s3://bucket/kv")) as serving:
             serving.rested()
             server.stop()
             assert serving.run(request_of("c", prompt=prompt)) == [expected]
-    finally:
-        server.close()
 
 
-def test_shared_prompt_goes_on_from_what_pool_and_memory_have(store: ObjectStore | Path) -> None:
+def test_shared_prompt_goes_on_from_what_pool_and_memory_have(object_store: ObjectStore | Path) -> None:
     """Reading begins inside of an object."""
     prompt = prompt_of(47, 2)
-    expected = answered(store, prompt)
-    with Sharing(store) as serving:
+    expected = answered(object_store, prompt)
+    with Sharing(object_store) as serving:
         serving.shared._speed.failed(serving.shared._clock())  # left alone, so that a part is computed
         serving.run(request_of("part", prompt=prompt[:13], max_tokens=1))
         serving.shared._speed.add(1, 0.0, 1e-6, serving.shared._clock())
@@ -292,13 +235,13 @@ def test_shared_prompt_goes_on_from_what_pool_and_memory_have(store: ObjectStore
         assert (serving.outputs["b"][0].cached_tokens, sources(serving, "b")) == (40, {"shared": 28})
 
 
-def test_shared_answers_of_one_turn_are_restored_in_the_next(store: ObjectStore | Path) -> None:
+def test_shared_answers_of_one_turn_are_restored_in_the_next(object_store: ObjectStore | Path) -> None:
     prompt = prompt_of(12, 3)
-    with Sharing(store) as serving:
+    with Sharing(object_store) as serving:
         (answer,) = serving.run(request_of("a", prompt=prompt, max_tokens=20))
         serving.rested()
     request = request_of("b", prompt=(*prompt, *answer, 5, 6, 7))
-    with Sharing(store) as serving:
+    with Sharing(object_store) as serving:
         assert serving.run(request) == [serving.reference(request)]
         assert sources(serving, "b") == {"shared": 24}
 
@@ -368,41 +311,23 @@ def flipped_name(raw: bytes) -> bytes:
 
 @pytest.mark.parametrize("damage", [cut, header_only, empty, other_format, not_ours, flipped_name])
 def test_shared_objects_that_are_not_what_their_keys_say_are_computed_and_replaced(
-    damage: Callable[[bytes], bytes], store: ObjectStore | Path
+    damage: Callable[[bytes], bytes], object_store: ObjectStore | Path
 ) -> None:
     prompt = prompt_of(41, 4)
-    expected = answered(store, prompt)
-    objects = BlockObjects(store, MODEL, BLOCK, EACH)
+    expected = answered(object_store, prompt)
+    objects = BlockObjects(object_store, MODEL, BLOCK, EACH)
     key = keys_of(prompt)[2]
     path = f"{MODEL.hex()}/{key.hex()}.kv"
     obstore.put(objects._store, path, damage(bytes(obstore.get(objects._store, path).bytes())))
-    with Sharing(store) as serving:
+    with Sharing(object_store) as serving:
         assert serving.run(request_of("b", prompt=prompt)) == [expected]
         assert sources(serving, "b") == {"shared": 16}
         serving.rested()
         assert serving.state.totals.corrupt == 1
         assert not serving.state.paused
-    with Sharing(store) as serving:
+    with Sharing(object_store) as serving:
         assert serving.run(request_of("c", prompt=prompt)) == [expected]
         assert sources(serving, "c") == {"shared": 40}
-
-
-def test_shared_object_of_another_prompt_under_the_key_is_not_used() -> None:
-    """As by a copy of objects, or a collision of names: the header says whose blocks they are."""
-    store, prompt = ObjectMemory(), prompt_of(17, 4)
-    answered(store, prompt)
-    one, other = (f"{MODEL.hex()}/{key.hex()}.kv" for key in keys_of(prompt))
-    obstore.put(store, one, bytes(obstore.get(store, other).bytes()))
-    objects = BlockObjects(store, MODEL, BLOCK, EACH)
-    with pytest.raises(Damaged, match="other blocks than its key says"):
-        objects.find(keys_of(prompt)[0])
-    with pytest.raises(Damaged, match="other blocks than its key says"):
-        BlockObjects(store, b"2" * 16, BLOCK, EACH)._store and obstore.put(
-            store,
-            f"{(b'2' * 16).hex()}/{keys_of(prompt)[1].hex()}.kv",
-            bytes(obstore.get(store, other).bytes()),
-        )
-        BlockObjects(store, b"2" * 16, BLOCK, EACH).find(keys_of(prompt)[1])
 
 
 def test_shared_read_that_lies_or_is_short_is_computed() -> None:
@@ -592,8 +517,9 @@ class HeardAgain(Heard):
 
 def test_shared_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Routers still know the objects that the worker forgets, because the store has them."""
-    for name, value in (("KNOWN", 3), ("MISSES", 4), ("ENDS", 2)):
-        monkeypatch.setattr(shared_module, name, value)
+    monkeypatch.setattr(known_objects, "KNOWN", 3)
+    monkeypatch.setattr(known_objects, "MISSES", 4)
+    monkeypatch.setattr(shared_module, "ENDS", 2)
     heard = HeardAgain()
     heard.known[SHARED_STORAGE] = set()
     with Sharing(ObjectMemory(), kv_events=KvEvents(heard)) as serving:
@@ -601,52 +527,14 @@ def test_shared_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             request = request_of(f"a{number}", 40, seed=number % 8)
             assert serving.run(request) == [serving.reference(request)]
             serving.rested()
-            shared = serving.shared
-            assert len(shared._known) <= 3 and len(shared._missing) <= 4 and len(shared._ends) <= 2
-            known = {name for one in shared._known.values() for name in one.found.group.names}
+            shared, objects = serving.shared, serving.shared._known
+            assert len(objects._known) <= 3 and len(objects._missing) <= 4 and len(shared._ends) <= 2
+            known = {name for one in objects._known.values() for name in one.found.group.names}
             serving.until(lambda now, known=known: heard.known[SHARED_STORAGE] >= known)  # type: ignore[misc]
         assert serving.state.totals.dropped, "of 5 objects of a prompt, 2 could wait"
-        assert len(serving.objects.list()) > len(shared._known)
+        assert len(serving.objects.list()) > len(objects._known)
         changes = [change for batch in heard.batches for change in batch if change.medium == SHARED_STORAGE]
         assert not [change for change in changes if isinstance(change, Removed)]
-
-
-def entry(number: int, size: int = 10, namespace: bytes = MODEL, at: float | None = None) -> Entry:
-    key = number.to_bytes(16)
-    return Entry(f"{namespace.hex()}/{key.hex()}.kv", size, float(number) if at is None else at)
-
-
-@pytest.mark.parametrize(
-    ("count", "size", "expiry_s", "gone"),
-    [
-        pytest.param(10, 100, 0, 0, id="all fit"),
-        pytest.param(10, 99, 0, 2, id="too many: the first written, until 0.9 of the size"),
-        pytest.param(10, 0, 0, 10, id="none fits"),
-        pytest.param(10, 1000, 5.5, 5, id="too old"),
-        pytest.param(10, 55, 5.5, 5, id="those that are left fit"),
-        pytest.param(10, 30, 5.5, 8, id="too old, and too many"),
-        pytest.param(0, 30, 5.5, 0, id="empty"),
-    ],
-)
-def test_outdated_objects(count: int, size: int, expiry_s: float, gone: int) -> None:
-    entries = [entry(number) for number in range(count)]
-    random.Random(1).shuffle(entries)
-    assert outdated(entries, size, expiry_s, now=10.0) == [entry(number) for number in range(gone)]
-
-
-def test_outdated_is_the_same_for_all_and_enough() -> None:
-    for seed in range(200):
-        chance = random.Random(seed)
-        entries = [
-            entry(n, chance.randrange(1, 50), at=chance.randrange(5)) for n in range(chance.randrange(40))
-        ]
-        size, expiry_s = chance.randrange(400), chance.choice((0, 1, 3))
-        gone = outdated(entries, size, expiry_s, now=5.0)
-        left = set(entries).difference(gone)
-        assert sum(each.size for each in left) <= size
-        chance.shuffle(entries)
-        assert outdated(entries, size, expiry_s, now=5.0) == gone
-        assert outdated(left, size, expiry_s, now=5.0) == []
 
 
 @pytest.mark.parametrize(("writers", "unlisted"), [(1, 1 / 16), (3, 1 / 16), (1, 1.0), (2, 0.3)])
@@ -687,7 +575,7 @@ def test_shared_lists_that_are_late_keep_the_size_and_forget_nothing_new() -> No
             there = BlockObjects(store, MODEL, BLOCK, EACH).list()
             assert sum(each.size for each in there) <= size + 5 * OBJECT
             serving.objects.long_gone = [entry(number, OBJECT, at=0.0)]
-            assert set(keys_of(request.prompt)) <= set(serving.shared._known)
+            assert all(key in serving.shared._known for key in keys_of(request.prompt))
 
 
 def test_shared_objects_that_are_too_old_are_deleted_and_forgotten() -> None:
@@ -769,182 +657,6 @@ def test_shared_folder_may_come_later_and_other_files_stay(
         serving.until(lambda now: not serving.shared._to_clear and not list(folder.glob("*/*.kv")))
     assert {path.name for path in folder.iterdir() if path.is_file()} == {"mine.txt", "mine.kv"}
     assert caplog.text.lower().count("the shared kv store memory://") == 2, "to list, and to read"
-
-
-def test_shared_folder_of_another_user_is_not_used(tmp_path: Path) -> None:
-    folder = tmp_path / "kv"
-    folder.mkdir()
-    if os.getuid():
-        pytest.skip("needs root")
-    os.chown(folder, 4711, 4711)
-    objects = BlockObjects(folder, MODEL, BLOCK, EACH)
-    for _ in range(2):
-        with pytest.raises(PermissionError, match="belongs to another user"):
-            objects.list()
-        os.chown(folder, 0, 0)
-        assert objects.list() == []
-        os.chown(folder, 4711, 4711)  # now it is, under a store that is open
-
-
-def test_shared_folder_is_created_for_its_owner_only(tmp_path: Path) -> None:
-    BlockObjects(tmp_path / "kv", MODEL, BLOCK, EACH).list()
-    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
-
-
-def test_shared_folder_on_a_volume_that_is_not_mounted_is_not_created(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        BlockObjects(tmp_path / "volume" / "kv", MODEL, BLOCK, EACH).list()
-    assert not list(tmp_path.iterdir())
-
-
-def test_shared_folder_may_have_what_others_put_there(tmp_path: Path) -> None:
-    """It is neither read nor deleted, and no link is followed."""
-    folder, elsewhere = tmp_path / "kv", tmp_path / "elsewhere"
-    objects = BlockObjects(folder, MODEL, BLOCK, EACH)
-    group, content = group_of(1)
-    objects.put(group, content)
-    name = f"{group.key.hex()}.kv"
-    for place in (folder / "mine" / "deep", elsewhere):
-        place.mkdir(parents=True)
-        (place / name).write_text("stays")
-        (place / f"{name}#1").write_text("stays")
-    (folder / "lost+found").mkdir(mode=0o000)
-    (folder / "mine" / "loop").symlink_to(folder / "mine")
-    (folder / "loop").symlink_to(folder)
-    (folder / ("ab" * 16)).symlink_to(elsewhere)
-    assert [entry.key for entry in objects.list()] == [f"{MODEL.hex()}/{name}"]
-    objects.tidy(time.time() + objects_module.LEFT_BEHIND_S + 1)
-    objects.delete(objects.list())
-    for place in (folder / "mine" / "deep", elsewhere):
-        assert {path.name for path in place.iterdir()} == {name, f"{name}#1"}
-
-
-def test_shared_files_of_killed_writers_are_deleted(tmp_path: Path) -> None:
-    objects = BlockObjects(tmp_path, MODEL, BLOCK, EACH)
-    group, content = group_of(1)
-    objects.put(group, content)
-    folder = tmp_path / MODEL.hex()
-    left = folder / f"{group.key.hex()}.kv#1"
-    other = folder / "mine#1"
-    for path in (left, other):
-        path.write_bytes(b"a part")
-    objects.tidy(time.time())
-    assert left.exists(), "it may be under way"
-    objects.tidy(time.time() + objects_module.LEFT_BEHIND_S + 1)
-    assert not left.exists() and other.exists()
-    assert objects.find(group.key) is not None
-
-
-KILLED = """
-import sys
-from dataclasses import replace
-from pathlib import Path
-import numpy as np
-from baton_engine.tiers.objects import BlockObjects, Group, header_bytes
-from baton_engine.tiers.slab import sum_of
-objects = BlockObjects(Path(sys.argv[1]), b"one of 16 bytes.", 2**20, 2)
-content = np.zeros(objects.bytes, dtype=np.uint8)
-rows = content[header_bytes(2):].reshape(2, -1)
-for number in range(int(sys.argv[2]), 10**9):
-    rows[:, number % 2**20] += 1
-    name = number.to_bytes(16)
-    objects.put(Group(0, b"p" * 16, (b"a" * 16, name), tuple(map(sum_of, rows))), content)
-"""
-
-
-@pytest.mark.slow
-def test_shared_killed_writers_leave_no_part_of_an_object(tmp_path: Path) -> None:
-    """Each writes until it is killed; every object that is seen is whole."""
-    objects = BlockObjects(tmp_path, MODEL, 2**20, 2)
-    for number in range(6):
-        before = len(objects.list())
-        with subprocess.Popen((sys.executable, "-c", KILLED, str(tmp_path), str(number * 10**6))) as process:
-            while len(objects.list()) < before + 3:
-                assert process.poll() is None
-            process.kill()
-    entries = objects.list()
-    assert len(entries) >= 18
-    assert [objects.check(each) for each in entries] == [Checked(good=2)] * len(entries)
-
-
-@pytest.mark.parametrize(
-    "url",
-    ["s3://bucket/path", "gs://bucket/path", "s3://bucket/a@b", "file:///srv/a%20b", "file:////srv/x/../a b"],
-)
-def test_opened_url(url: str) -> None:
-    found = opened(url)
-    assert found == Path("/srv/a b") if url.startswith("file") else not isinstance(found, Path)
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        *("", "/kv", "kv", "file://", "file:///", "file://host/kv", "http://a/b", "memory:///", "s3:///kv"),
-        *("s3://[bad", "file:///.", "file:////", "file:///tmp/..", "file:///%2F", "file:///a%00b"),
-        *("file:///kv?a", "file:///kv#a", "s3://bucket/kv?a=secret", "s3://bucket/kv#secret"),
-        *("s3://me:secret@bucket/kv", "s3://me:secret@[bad", "az://secret@box/kv", "file://a:secret@/kv"),
-    ],
-)
-def test_opened_url_that_is_no_store_is_refused(url: str) -> None:
-    with pytest.raises(SetupError, match="Expected s3://BUCKET/PATH") as caught:
-        opened(url)
-    assert "secret" not in caught.value.message
-
-
-def test_opened_azure_container_without_an_account_names_the_variable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_ACCOUNT_NAME"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(SetupError, match="AZURE_STORAGE_ACCOUNT_NAME"):
-        opened("az://container/kv")
-
-
-@contextlib.contextmanager
-def answering(status: int, asked: list[str]) -> Iterator[str]:
-    """Serve a store that answers each request so, and notes its method. Yields its address."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.command)
-            self.send_response(status)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def do_HEAD(self) -> None:
-            asked.append(self.command)
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.send_header("last-modified", "Thu, 26 Nov 2026 00:00:00 GMT")
-            self.end_headers()
-
-        def log_message(self, format: str, *arguments: object) -> None: ...
-
-    with served(Handler) as address:
-        yield address
-
-
-@pytest.mark.parametrize(
-    ("status", "requests", "error", "reason"),
-    [
-        pytest.param(403, ["GET"], OSError, "403 Forbidden", id="refused: the reason is the first request's"),
-        pytest.param(416, ["GET", "HEAD"], Damaged, "it is empty", id="no such range: it is looked at"),
-    ],
-)
-def test_shared_object_that_cannot_be_read_is_asked_for_once(
-    status: int,
-    requests: list[str],
-    error: type[Exception],
-    reason: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[str] = []
-    with answering(status, asked) as endpoint:
-        for name, value in {**KEYS, "AWS_ENDPOINT_URL": endpoint}.items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(error, match=reason):
-            BlockObjects(opened("s3://bucket/kv"), MODEL, BLOCK, EACH).find(b"one of 16 bytes.")
-    assert asked == requests
 
 
 @pytest.mark.parametrize("seed", range(4))

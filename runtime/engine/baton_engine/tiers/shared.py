@@ -4,7 +4,7 @@ A tier that the workers of a model share: objects of 64 blocks each, behind the 
 A worker writes an object when the memory has all of its blocks, and nobody wrote it before. It finds the
 objects of others by their keys, which follow from a prompt. It waits for the answer whether there is one
 only if that is predicted to take a small part of the time of computing; otherwise it asks beside it, for the
-next turn. What it knows of keys is bounded, and may be out of date: an object that is gone is computed.
+next turn. An object that turns out to be gone is computed.
 
 All decisions belong to the engine's thread. Requests to the storage are made by other threads, which report
 by commands to it. The size of the store is bounded by its writers: see `SharedTier`.
@@ -16,16 +16,15 @@ import itertools
 import logging
 import random
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from baton_api.errors import SetupError
-from baton_api.kv_events import SHARED_STORAGE
 from baton_api.prompt_report import Fallback
 from baton_api.setting_types import show_size
 from baton_engine.kv.block_pool import BlockPool
@@ -34,10 +33,12 @@ from baton_engine.kv.events import KvEvents
 from baton_engine.requests import Fetch, FetchResult
 from baton_engine.streams import Event
 from baton_engine.tiers import policy
-from baton_engine.tiers.index import ANNOUNCED, Place
+from baton_engine.tiers.index import Place
+from baton_engine.tiers.known_objects import KnownObjects
 from baton_engine.tiers.objects import BlockObjects, Damaged, Found, Group, header_bytes, outdated
 from baton_engine.tiers.policy import PeerSpeed
 from baton_engine.tiers.restore import Restored, Restores
+from baton_engine.tiers.shared_read import READERS, SharedRead
 from baton_engine.tiers.slab import Bytes
 from baton_engine.tiers.store import PoolBytes, TierThread
 from baton_engine.tiers.tier import END_S, Tier, TierPrefix, TierSnapshot, TierTotals
@@ -45,19 +46,6 @@ from baton_engine.tiers.tier import END_S, Tier, TierPrefix, TierSnapshot, TierT
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-
-READERS = 4
-"""Requests for blocks and headers at once."""
-
-PIECE_BYTES = 8 * 2**20
-"""Bytes of blocks that one request reads, but one block at least."""
-
-KNOWN = 8192
-"""Objects whose headers are remembered, of about 7 kB each. The least recently used is forgotten first."""
-
-MISSES = 8192
-MISS_S = 10.0
-"""Seconds for which an object that was not there is not asked for again."""
 
 ENDS = 1024
 """Objects that wait to be written. The oldest are dropped first."""
@@ -88,12 +76,6 @@ LISTED_LATE_S = 60.0
 
 
 @dataclass(slots=True)
-class _Known:
-    found: Found
-    seen_at: float
-
-
-@dataclass(slots=True)
 class _Listed:
     """What a list of the store has shown."""
 
@@ -101,90 +83,6 @@ class _Listed:
     """Bytes of what was left in it."""
     keys: set[bytes]
     began_at: float
-
-
-@dataclass(slots=True)
-class _Reading:
-    """A restore. Its generator belongs to the restoring thread, until the restore has ended."""
-
-    tier: SharedTier
-    keys: Sequence[bytes]
-    """Of the objects that have the blocks, in their order."""
-    known: dict[bytes, Found]
-    first: int
-    """The first block to be read, in the first object."""
-    count: int
-    within_s: float
-    probe_s: float
-    """Seconds that the answer whether the first object exists may take."""
-    probed_s: float = 0.0
-    """Seconds for which it was waited for that answer."""
-    at: bytes = b""
-    """Key of the object of which blocks were read last."""
-    gone: list[bytes] = field(default_factory=list)
-    """Keys of objects that were not what was known."""
-
-    def blocks(self) -> Generator[tuple[Bytes, int]]:
-        """Ends before `count` blocks if an object is missing."""
-        tier = self.tier
-        each = max(1, PIECE_BYTES // tier.objects.block_bytes)
-        flying: deque[tuple[Future[Bytes], Found, int, int]] = deque()
-        pieces = self._pieces(each)
-        try:
-            while True:
-                for found, first, count in itertools.islice(pieces, READERS - len(flying)):
-                    read = tier.readers.submit(_reader(tier.objects, found, first, count))
-                    flying.append((read, found, first, count))
-                if not flying:
-                    return
-                future, found, first, count = flying.popleft()
-                self.at = found.group.key
-                try:
-                    data = future.result(self.within_s).reshape(count, -1)
-                except FileNotFoundError:
-                    self.gone.append(found.group.key)
-                    return
-                yield from zip(data, found.group.sums[first : first + count], strict=True)
-        finally:
-            for future, *_ in flying:
-                future.cancel()
-
-    def _pieces(self, each: int) -> Iterator[tuple[Found, int, int]]:
-        """Yield what is read by one request: the object, the first block in it, and their number."""
-        first, left = self.first, self.count
-        asked: deque[Future[Found | None]] = deque()
-        upcoming = iter(self.keys)
-        for number in range(len(self.keys)):
-            # Of the further objects, some headers are read ahead once the first one is there.
-            for ahead in itertools.islice(upcoming, (1 if not number else READERS) - len(asked)):
-                asked.append(self._found(ahead))
-            found = self._answer(asked.popleft(), first=not number)
-            if found is None:
-                for other in asked:
-                    other.cancel()
-                return
-            end = min(self.tier.objects.blocks, first + left)
-            for start in range(first, end, each):
-                yield found, start, min(each, end - start)
-            first, left = 0, left - (end - first)
-
-    def _found(self, key: bytes) -> Future[Found | None]:
-        known = self.known.get(key)
-        if known is None:
-            return self.tier.probe(key)
-        done: Future[Found | None] = Future()
-        done.set_result(known)
-        return done
-
-    def _answer(self, asked: Future[Found | None], first: bool) -> Found | None:
-        began = time.monotonic()
-        try:
-            return asked.result(min(self.within_s, self.probe_s) if first else self.within_s)
-        except Damaged:  # `SharedTier` says so
-            return None
-        finally:
-            if first:
-                self.probed_s = time.monotonic() - began
 
 
 class SharedTier:
@@ -226,7 +124,6 @@ class SharedTier:
         self.readers = TierThread("read-shared", READERS)
         self._writer = TierThread("copy-shared")
         self._restores = Restores(self.name, PoolBytes(cache), clock)
-        self._cache = cache
         self._memory = memory
         self._size = size
         self._expiry_s = expiry_s
@@ -234,11 +131,7 @@ class SharedTier:
         self._wall_clock = wall_clock
         self._speed = PeerSpeed(cache.block_bytes, 0.0, FIRST_BYTES_PER_S)
         self._probe_s = FIRST_PROBE_S
-        self._events: KvEvents | None = None
-        self._known: OrderedDict[bytes, _Known] = OrderedDict()
-        """Objects that exist, by key; the least recently used first."""
-        self._missing: OrderedDict[bytes, float] = OrderedDict()
-        """Until when an object that did not exist is not asked for, by key."""
+        self._known = KnownObjects(clock)
         self._asked: set[bytes] = set()
         """Keys of objects that are asked for beside requests."""
         self._ends: OrderedDict[bytes, int] = OrderedDict()
@@ -263,7 +156,6 @@ class SharedTier:
         """Whether the last read failed or was late."""
         self._queued = 0
         """Blocks of the restores that have not reported."""
-        self._announcing: Iterator[None] = iter(())
 
     def attach(
         self,
@@ -275,7 +167,7 @@ class SharedTier:
         """Connect the engine, before its thread starts. `post` posts a command to it."""
         self._post = post
         self._fetched = fetched
-        self._events = events
+        self._known.events = events
         # Nobody has it: the answer says how long answers take.
         self._ask(random.randbytes(16))
 
@@ -327,28 +219,15 @@ class SharedTier:
         self._clears += 1
         self._to_clear = True
         self._ends.clear()
-        self._missing.clear()
-        for key in list(self._known):
-            self._forget(key)
+        self._known.clear()
 
     def announce(self) -> None:
         """Begin to publish all blocks again."""
-        self._announcing = self._announced([known.found.group for known in self._known.values()])
+        self._known.announce()
 
     def announces(self) -> bool:
         """Publish some of them. False: all are."""
-        return next(self._announcing, self) is None
-
-    def _announced(self, groups: Sequence[Group]) -> Iterator[None]:
-        if self._events is None:
-            return
-        each = max(1, ANNOUNCED // self.objects.blocks)
-        for start in range(0, len(groups), each):
-            for group in groups[start : start + each]:
-                if group.key in self._known:
-                    self._publish(group)
-            self._events.flush()
-            yield
+        return self._known.announces()
 
     # --- Writing ---
 
@@ -460,9 +339,7 @@ class SharedTier:
         listed = done.result()
         self._sweep_at = now + SWEEP_S * random.uniform(0.8, 1.2)
         self._listed, self._written = listed.size, 0
-        for key, known in list(self._known.items()):
-            if key not in listed.keys and known.seen_at < listed.began_at - LISTED_LATE_S:
-                self._forget(key)
+        self._known.keep_only(listed.keys, listed.began_at - LISTED_LATE_S)
 
     def _cleared(self, clears: int, done: Future[None]) -> None:
         if self._succeeded(done, "clear") and clears == self._clears:
@@ -500,30 +377,8 @@ class SharedTier:
     # --- What is known of the store ---
 
     def _learn(self, found: Found) -> None:
-        key = found.group.key
-        self._missing.pop(key, None)
-        self._ends.pop(key, None)
-        old = self._known.pop(key, None)
-        self._known[key] = _Known(found, self._clock())
-        if old is None:
-            self._publish(found.group)
-            if len(self._known) > KNOWN:
-                self._forget(next(iter(self._known)), gone=False)
-
-    def _forget(self, key: bytes, gone: bool = True) -> None:
-        """`gone`: whether the store has it no more, which routers are told."""
-        known = self._known.pop(key, None)
-        if gone and known is not None and self._events is not None:
-            for name in reversed(known.found.group.names):
-                self._events.removed(name, SHARED_STORAGE)
-
-    def _publish(self, group: Group) -> None:
-        if self._events is not None:
-            for parent, name in itertools.pairwise((group.parent, *group.names)):
-                self._events.stored(name, parent, (), medium=SHARED_STORAGE)
-
-    def _is_missing(self, key: bytes) -> bool:
-        return self._clock() < self._missing.get(key, 0.0)
+        self._ends.pop(found.group.key, None)
+        self._known.add(found)
 
     def _ask(self, key: bytes) -> None:
         """Ask for an object beside requests."""
@@ -561,11 +416,7 @@ class SharedTier:
             self._probe_s += policy.WEIGHT * (took - self._probe_s)
             found = done.result()
             if found is None:
-                self._forget(key)
-                self._missing[key] = self._clock() + MISS_S
-                self._missing.move_to_end(key)
-                if len(self._missing) > MISSES:
-                    self._missing.popitem(last=False)
+                self._known.miss(key)
             elif clears == self._clears and not self._to_clear:
                 self._learn(found)
 
@@ -573,8 +424,7 @@ class SharedTier:
         """An object is not what its key says. It is deleted, so that somebody writes it again."""
         log.error("The object %s of the shared KV store is corrupt, and is computed: %s", key.hex(), why)
         self.totals.corrupt += 1
-        self._forget(key)
-        self._missing[key] = self._clock() + MISS_S
+        self._known.miss(key)
         self._writer.submit(lambda: self.objects.remove(key))
 
     def _read_failed(self, why: str, lost_s: float) -> None:
@@ -590,7 +440,7 @@ class SharedTier:
         each, end = self.objects.blocks, start // self.objects.blocks
         if self._to_clear:
             return None
-        while (end + 1) * each <= len(names) and not self._is_missing(names[(end + 1) * each - 1]):
+        while (end + 1) * each <= len(names) and not self._known.is_missing(names[(end + 1) * each - 1]):
             end += 1
         return TierPrefix(self, names, start, end * each) if end * each > start else None
 
@@ -610,20 +460,24 @@ class SharedTier:
     def start(self, names: Sequence[bytes], fetch: Fetch, unused: Event) -> None:
         first, count = fetch.start_block, len(fetch.blocks)
         keys = self._keys(names, first, count)
-        known = {}
-        for key in keys:
-            if key in self._known:
-                known[key] = self._known[key].found
-                self._known.move_to_end(key)
-        probe_s = max(LEAST_PROBE_S, policy.LATE * self._probe_s)
-        reading = _Reading(self, keys, known, first % self.objects.blocks, count, fetch.within_s, probe_s)
+        read = SharedRead(
+            self.objects,
+            self.readers,
+            self.probe,
+            keys,
+            {key: found for key in keys if (found := self._known.use(key)) is not None},
+            first % self.objects.blocks,
+            count,
+            fetch.within_s,
+            max(LEAST_PROBE_S, policy.LATE * self._probe_s),
+        )
         self._queued += count
 
         def report(restored: Restored) -> None:
-            self._post(lambda: self._restored(reading, restored))
+            self._post(lambda: self._restored(read, restored))
             self._fetched(restored.result)
 
-        self._restores.start(fetch, reading.blocks, unused, report, short=Fallback.MISSING)
+        self._restores.start(fetch, read.blocks, unused, report, short=Fallback.MISSING)
 
     def cancel(self, request_id: str) -> None:
         self._restores.cancel(request_id)
@@ -633,24 +487,20 @@ class SharedTier:
         each = self.objects.blocks
         return [names[end - 1] for end in range((start // each + 1) * each, start + count + each, each)]
 
-    def _restored(self, reading: _Reading, restored: Restored) -> None:
-        self._queued -= reading.count
+    def _restored(self, read: SharedRead, restored: Restored) -> None:
+        self._queued -= read.count
         arrived, reason, now = restored.result.arrived, restored.result.reason, self._clock()
         self.totals.hits += arrived
         self.totals.read_s += restored.read_s
-        for key in reading.gone:
-            self._forget(key)
+        for key in read.gone:
+            self._known.remove(key)
         if restored.corrupt is not None:
-            self._damaged(reading.at, "the sum of a block is wrong")
+            self._damaged(read.at, "the sum of a block is wrong")
         if arrived and reason in ("", Fallback.MISSING):
-            read_s = max(0.0, restored.read_s - reading.probed_s)
+            read_s = max(0.0, restored.read_s - read.probed_s)
             self._speed.add(arrived, 0.0, read_s, now)
             if self._failed:
                 log.info("The shared KV store is read again.")
             self._failed = False
         elif reason in (Fallback.DEADLINE, Fallback.TRANSFER_FAILED) and not restored.queued:
             self._read_failed(reason, restored.wait_s + restored.read_s)
-
-
-def _reader(objects: BlockObjects, found: Found, first: int, count: int) -> Callable[[], Bytes]:
-    return lambda: objects.read(found, first, count)
