@@ -31,6 +31,8 @@ A frame is 4 bytes of length, big-endian, then one msgpack map with the message'
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from baton_api.errors import TransferFailed
@@ -84,6 +86,8 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
     """NIXL's name for the kind of memory: DRAM or VRAM."""
     rank: int = 0
     """The rank's number."""
+    replicas: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Number of adjacent ranks with the same key heads: 1, if there are not more ranks than key heads."""
 
 
 class Welcome(Message, frozen=True, tag="welcome"):

@@ -66,6 +66,8 @@ DIVIDED = (
     "qwen3 with experts in some layers",
     "llama 4 with dense layers",
     "gpt-oss",
+    "deepseek-v3",
+    "deepseek-v2 with groups",
 )
 """Variants whose weights are divided in different ways."""
 
@@ -229,17 +231,19 @@ async def answers(worker: Worker) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("degree", "overrides"),
+    ("degree", "variant", "overrides"),
     [
-        pytest.param(2, {}, id="two"),
-        pytest.param(4, {}, id="more than key heads", marks=pytest.mark.slow),
-        pytest.param(3, SMOLLM2, id="smollm2", marks=pytest.mark.slow),
+        pytest.param(2, "llama", {}, id="two"),
+        pytest.param(4, "llama", {}, id="more than key heads", marks=pytest.mark.slow),
+        pytest.param(3, "llama", SMOLLM2, id="smollm2", marks=pytest.mark.slow),
+        pytest.param(2, "deepseek-v3", {}, id="two with latents", marks=pytest.mark.slow),
+        pytest.param(4, "deepseek-v2 with groups", {}, id="four with latents", marks=pytest.mark.slow),
     ],
 )
 async def test_worker_answers_do_not_depend_on_the_degree(
-    degree: int, overrides: dict[str, Any], tmp_path: Path
+    degree: int, variant: str, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
-    model = make_model(tmp_path / "model", **overrides)
+    model = make_model(tmp_path / "model", variant, **overrides)
     async with open_worker(settings(model, 1)) as worker:
         expected, compatibility = await answers(worker), worker.compatibility
     async with open_worker(settings(model, degree, chunk_tokens=16)) as worker:
@@ -257,7 +261,6 @@ async def test_worker_answers_do_not_depend_on_the_degree(
         ({"kv_cache_dtype": "fp8"}, "the kernels of CPUs do not read it"),
         ({"speculation": "draft", "draft_model": "x"}, "does not support --speculation draft"),
         ({"speculation": "mtp"}, "does not support --speculation mtp"),
-        ({"tensor_parallel_size": 4, "role": "prefill"}, "its 2 key heads are not divided equally"),
         ({"role": "decode", "transfer": "loopback"}, "does not support --transfer loopback"),
     ],
     ids=[
@@ -266,7 +269,6 @@ async def test_worker_answers_do_not_depend_on_the_degree(
         "data type of the KV cache",
         "draft model",
         "draft head",
-        "key heads of a pair",
         "loopback",
     ],
 )
@@ -284,15 +286,25 @@ async def test_worker_refuses_what_ranks_cannot_compute(
 
 @pytest.mark.slow
 @pytest.mark.nixl
-@pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (2, 2)], ids=["two to one", "one to two", "two to two"])
-async def test_pair_of_any_degrees_answers_as_one_worker(tiny: Path, ranks: tuple[int, int]) -> None:
-    async with open_worker(settings(tiny, 1)) as worker:
+@pytest.mark.parametrize(
+    ("variant", "ranks"),
+    [
+        *(("llama", ranks) for ranks in ((2, 1), (1, 2), (2, 2), (4, 2), (2, 4), (4, 4))),
+        *(("deepseek-v3", ranks) for ranks in ((2, 1), (1, 2), (4, 2), (2, 4))),
+        ("deepseek-v2 with groups", (2, 2)),
+    ],
+)
+async def test_pair_of_any_degrees_answers_as_one_worker(
+    variant: str, ranks: tuple[int, int], tmp_path: Path
+) -> None:
+    model = make_model(tmp_path / "model", variant)
+    async with open_worker(settings(model, 1)) as worker:
         expected = [await tokens_of(worker, f"one-{number}", way) for number, way in enumerate(SAMPLING)]
     given = {"transfer": "nixl", "chunk_tokens": 16, "local_prefill_tokens": 0, "transfer_deadline_s": 60}
     async with (
-        open_worker(settings(tiny, ranks[0], role="prefill", **given)) as source,
+        open_worker(settings(model, ranks[0], role="prefill", **given)) as source,
         prefill(source) as serving,
-        open_worker(settings(tiny, ranks[1], role="decode", **given)) as worker,
+        open_worker(settings(model, ranks[1], role="decode", **given)) as worker,
         decode(worker) as fetching,
     ):
         assert source.compatibility == worker.compatibility

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 
@@ -14,10 +14,17 @@ import pytest
 from baton_api.errors import IncompatiblePeer, SetupError, TransferFailed
 from baton_api.messages import PoolLayout
 from baton_engine.kv.cache import KVCache
+from baton_engine.model.shards import Shard
 from baton_engine.transfer import Pulled
-from baton_engine.transfer.integrity import block_checksums, by_sums, join_sealed, split_sealed
+from baton_engine.transfer.integrity import (
+    block_checksums,
+    by_sums,
+    join_sealed,
+    joined_checksums,
+    split_sealed,
+)
 from baton_engine.transfer.nixl_transfer import NixlTransfer
-from baton_engine.transfer.parts import VRAM, CommonPieces, common_pieces
+from baton_engine.transfer.parts import VRAM, CommonPieces, common_pieces, sources
 from baton_engine.transfer.reads import PullFuture, check_pools, join_reads
 from tests.engine.local_ranks import local_pools
 from tests.engine.transfer_links import PeerProcess, ucx_tls
@@ -27,10 +34,14 @@ BLOCKS = 40
 LAYERS = 3
 
 
-def pools(ranks: int, whole: int = 96, *, address: int = 4096, blocks: int = 10) -> tuple[PoolLayout, ...]:
-    size = whole // ranks
+def pools(
+    ranks: int, whole: int = 96, *, heads: int = 4, address: int = 4096, blocks: int = 10
+) -> tuple[PoolLayout, ...]:
+    replicas = max(1, ranks // heads)
+    size = whole * replicas // ranks
     return tuple(
-        PoolLayout(address=address, block_bytes=size, blocks=blocks, rank=rank) for rank in range(ranks)
+        PoolLayout(address=address, block_bytes=size, blocks=blocks, rank=rank, replicas=replicas)
+        for rank in range(ranks)
     )
 
 
@@ -39,37 +50,79 @@ PIECES: dict[str, tuple[PoolLayout, int, PoolLayout, CommonPieces]] = {
     "two from one": (pools(2)[1], 2, pools(1)[0], CommonPieces(24, (0, 24), (24, 72))),
     "two from two": (pools(2)[1], 2, pools(2)[1], CommonPieces(24, (0, 24), (0, 24))),
     "other heads": (pools(2)[1], 2, pools(2)[0], CommonPieces(24, (), ())),
+    "one of two replicas from two ranks": (pools(8)[5], 4, pools(2)[1], CommonPieces(12, (0, 12), (0, 24))),
+    "one latent of two ranks": (pools(1)[0], 1, pools(2, heads=1)[1], CommonPieces(48, (0, 48), (0, 48))),
 }
-"""A rank of this worker, its number of ranks, a rank of the peer, and the pieces of blocks with 2 planes."""
+"""A rank of this worker, its ranges of heads, a rank of the peer, and the pieces of blocks with 2 planes."""
 
 
 @pytest.mark.parametrize("name", PIECES)
 def test_pieces_are_the_largest_in_one_pool_on_both_sides(name: str) -> None:
-    ours, ranks, theirs, expected = PIECES[name]
-    assert common_pieces(ours, ranks, theirs, 2) == expected
+    ours, parts, theirs, expected = PIECES[name]
+    assert common_pieces(ours, parts, theirs, 2) == expected
 
 
 def held(ranks: int, planes: int, heads: int) -> list[list[tuple[int, int]]]:
     """Return the plane and head of each byte of a block, for each rank, if a head has one byte in a plane."""
-    each = heads // ranks
-    return [
-        [(plane, head) for plane in range(planes) for head in range(rank * each, (rank + 1) * each)]
-        for rank in range(ranks)
-    ]
+    owned = [Shard(rank, ranks).kv_heads(heads) for rank in range(ranks)]
+    return [[(plane, head) for plane in range(planes) for head in part] for part in owned]
+
+
+def degrees(heads: int) -> list[int]:
+    """Return the numbers of ranks up to 24 that can divide or repeat the key heads."""
+    return [ranks for ranks in range(1, 25) if not heads % ranks or not ranks % heads]
 
 
 def test_pieces_move_each_head_to_its_place_for_any_degrees() -> None:
-    for ours, theirs, planes in itertools.product(range(1, 7), range(1, 7), (1, 2, 6)):
-        heads = 2 * math.lcm(ours, theirs)
-        ours_held, theirs_held = held(ours, planes, heads), held(theirs, planes, heads)
-        moved = [[(-1, -1)] * len(part) for part in ours_held]
-        for our, their in itertools.product(pools(ours, planes * heads), pools(theirs, planes * heads)):
-            common = common_pieces(our, ours, their, planes)
-            for target, source in zip(common.ours, common.theirs, strict=True):
-                assert moved[our.rank][target] == (-1, -1), "it was read before"
-                piece = theirs_held[their.rank][source : source + common.size]
-                moved[our.rank][target : target + common.size] = piece
-        assert moved == ours_held
+    for heads, planes in itertools.product((1, 2, 3, 4, 6, 12), (1, 2, 6)):
+        for ours, theirs in itertools.product(degrees(heads), repeat=2):
+            our_pools, their_pools = (pools(ranks, planes * heads, heads=heads) for ranks in (ours, theirs))
+            check_pools(our_pools, their_pools, heads)
+            theirs_held = held(theirs, planes, heads)
+            for our, expected in zip(our_pools, held(ours, planes, heads), strict=True):
+                moved = [(-1, -1)] * len(expected)
+                for their in sources(our, ours, their_pools):
+                    common = common_pieces(our, ours // our.replicas, their, planes)
+                    for target, source in zip(common.ours, common.theirs, strict=True):
+                        assert moved[target] == (-1, -1), "it was read before"
+                        piece = theirs_held[their.rank][source : source + common.size]
+                        moved[target : target + common.size] = piece
+                assert moved == expected
+
+
+SOURCES: dict[str, tuple[int, int, int, list[list[int]]]] = {
+    "equal degrees": (4, 4, 1, [[0], [1], [2], [3]]),
+    "equal degrees with two heads": (4, 4, 2, [[0], [1], [2], [3]]),
+    "one rank": (1, 4, 1, [[0]]),
+    "one rank with two heads": (1, 4, 2, [[0, 2]]),
+    "two ranks": (2, 4, 1, [[0], [2]]),
+    "more ranks": (4, 2, 1, [[0], [0], [1], [1]]),
+    "ranks that do not divide": (3, 2, 1, [[0], [0], [1]]),
+    "two ranks with two heads each": (2, 8, 4, [[0, 2], [4, 6]]),
+    "replicas from two ranks": (8, 2, 4, [[0], [0], [0], [0], [1], [1], [1], [1]]),
+}
+"""Ranks of the reader and of the peer, key heads, and the ranks that each rank reads."""
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_readers_are_spread_over_replicas(name: str) -> None:
+    ours, theirs, heads, expected = SOURCES[name]
+    their_pools = pools(theirs, heads=heads)
+    read = [[pool.rank for pool in sources(our, ours, their_pools)] for our in pools(ours, heads=heads)]
+    assert read == expected
+
+
+def test_no_replica_is_read_by_two_ranks_more_than_another() -> None:
+    for heads in (1, 2, 3, 4, 6, 12):
+        for ours, theirs in itertools.product(degrees(heads), repeat=2):
+            their_pools = pools(theirs, heads=heads)
+            read = Counter(
+                pool.rank for our in pools(ours, heads=heads) for pool in sources(our, ours, their_pools)
+            )
+            replicas = their_pools[0].replicas
+            for first in range(0, theirs, replicas):
+                counts = [read[rank] for rank in range(first, first + replicas)]
+                assert max(counts) - min(counts) <= 1
 
 
 REFUSED: dict[str, tuple[tuple[PoolLayout, ...], str]] = {
@@ -77,7 +130,15 @@ REFUSED: dict[str, tuple[tuple[PoolLayout, ...], str]] = {
     "no ranks": ((), "0 bytes"),
     "ranks that do not divide": (
         pools(3),
-        "The peer divides 4 key heads among 3 ranks and this worker among 2, which needs 6 equal parts.",
+        "The peer divides 4 key heads among 3 ranks and this worker among 2. Choose",
+    ),
+    "ranks with the same heads, not the same number of each": (
+        (*pools(8), msgspec.structs.replace(pools(8)[0], rank=9)),
+        "among 9 ranks",
+    ),
+    "another number of ranks with the same heads": (
+        (*pools(4)[:2], msgspec.structs.replace(pools(4)[2], replicas=2), pools(4)[3]),
+        "different pools",
     ),
     "unequal ranks": ((pools(2)[0], pools(2, blocks=9)[1]), "different pools"),
     "another order": (pools(2)[::-1], "in another order"),
@@ -109,21 +170,23 @@ def test_metadata_of_all_ranks_is_split_again() -> None:
 def sums_of(parts: list[KVCache]) -> list[int]:
     """Return the sums of all parts of each block, added."""
     sums = [block_checksums(part, range(BLOCKS), sums=True) for part in parts]
-    return [sum(each) % 2**64 for each in zip(*sums, strict=True)]
+    return joined_checksums(sums, parts[0].replicas)
 
 
 def test_sums_of_all_ranks_add_up_to_that_of_one() -> None:
     content = pattern(BLOCKS, LAYERS, 1)
     expected: list[int] = []
-    for ranks in (1, 2, 4):
+    for ranks in (1, 2, 4, 8, 12):
         parts = pools_of(ranks, BLOCKS, LAYERS)
         for part in parts:
             fill(part, content)
         sums = sums_of(parts)
         expected = expected or sums
         assert sums == expected
-        parts[-1].block(3)[-1] ^= 1
-        assert [block for block, one in enumerate(sums_of(parts)) if one != sums[block]] == [3]
+        for part in parts:
+            part.block(3)[-1] ^= 1
+            assert [block for block, one in enumerate(sums_of(parts)) if one != sums[block]] == [3]
+            part.block(3)[-1] ^= 1
 
 
 def test_sums_notice_heads_in_the_place_of_others() -> None:
@@ -159,7 +222,7 @@ def test_joined_read_ends_with_the_last_part() -> None:
     assert other.end.result(0) == Pulled(11, 0.5, "nixl/ucx tcp")
 
 
-DEGREES = ((2, 1), (1, 2), (2, 2), (4, 2), (1, 4))
+DEGREES = ((2, 1), (1, 2), (2, 2), (4, 2), (1, 4), (8, 2), (2, 8), (8, 8))
 
 
 @pytest.fixture(scope="module", params=["shm", "tcp"])
@@ -183,11 +246,15 @@ async def test_read_of_another_degree_moves_every_block(transport: str, theirs: 
             local = chance.sample(range(BLOCKS), count)
             before = rows(*parts).clone()
             pulled = await transfer.pull(peer, remote, local).settled()
-            assert pulled.bytes == count * content.shape[1]
+            assert pulled.bytes == count * content.shape[1] * parts[0].replicas
             before[local] = content[remote]
             assert rows(*parts).equal(before)
         sums = transfer.checksums(range(BLOCKS), by_sums(process.pools, ours))
         assert sums == sums_of(parts)
+        for part in parts:
+            part.block(3)[-1] ^= 1
+            assert transfer.checksums([3], sums=True) != sums[3:4]
+            part.block(3)[-1] ^= 1
         await transfer.disconnect(peer)
         with pytest.raises(TransferFailed, match="is gone"):
             await transfer.pull(peer, [1], [1]).settled()

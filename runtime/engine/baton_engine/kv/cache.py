@@ -76,11 +76,17 @@ class KVCache:
         block_size: int = BLOCK_SIZE,
         rank: int = 0,
         ranks: int = 1,
+        replicas: int = 1,
     ) -> None:
-        """`spec` is that of the part of `rank`, which has an equal range of the key heads."""
+        """
+        `spec` is that of the part of `rank`, which has an equal range of the key heads.
+
+        `replicas` is the number of adjacent ranks that have the same range.
+        """
         self.spec = spec
         self.rank = rank
         self.ranks = ranks
+        self.replicas = replicas
         self.blocks = blocks
         self.block_size = block_size
         self.streams: Streams = streams_of(device)
@@ -106,8 +112,18 @@ class KVCache:
         return self.kv.shape[1] * self.kv.shape[2]
 
     @property
+    def parts(self) -> int:
+        """Number of different ranges of the key heads."""
+        return self.ranks // self.replicas
+
+    @property
+    def part(self) -> int:
+        """Number of the range that this rank has."""
+        return self.rank // self.replicas
+
+    @property
     def whole_kv_heads(self) -> int:
-        return self.spec.kv_heads * self.ranks
+        return self.spec.kv_heads * self.parts
 
     @property
     def block_bytes(self) -> int:
@@ -124,7 +140,7 @@ class HeadCache(KVCache):
     def __init__(self, cache: KVCache, head: HeadSpec) -> None:
         layer, flat = head.layer, cache.kv.view(cache.blocks, -1)
         self.spec, self.head = layer, None
-        self.rank, self.ranks = cache.rank, cache.ranks
+        self.rank, self.ranks, self.replicas = cache.rank, cache.ranks, cache.replicas
         self.blocks, self.block_size, self.streams = cache.blocks, cache.block_size, cache.streams
         sizes = (1, layer.kv_planes, layer.kv_heads, cache.block_size, layer.head_dim)
         start = cache.spec.kv_values_per_token * cache.block_size

@@ -5,6 +5,9 @@ Query heads, key heads and the intermediate size are divided among the ranks. Ou
 then partial sums, which the ranks add. If there are more ranks than key heads, several ranks hold the same
 key head. Rows of the embedding and of the head are divided too. Norms and routers are in every rank.
 
+Latent attention is divided by query heads: their projections, and the expansions of the latent. The latent is
+one key head, so each rank computes and holds it whole.
+
 Megatron-LM describes the scheme: https://arxiv.org/abs/1909.08053
 """
 
@@ -40,6 +43,10 @@ class Shard:
         """Return this rank's key heads of `count`. `size` divides `count`, or is a multiple of it."""
         return self.part(count) if count >= self.size else _single(self.rank * count // self.size)
 
+    def replicas(self, count: int) -> int:
+        """Return how many adjacent ranks have the same key heads of `count`."""
+        return max(1, self.size // count)
+
     def spec(self, model: ModelSpec) -> ModelSpec:
         """Return the sizes of this rank's part. The vocabulary stays whole: only its matrices are divided."""
         experts = model.experts
@@ -62,8 +69,6 @@ def _single(number: int) -> range:
 def check_degree(spec: ModelSpec, size: int, name: str) -> None:
     """Raise SetupError if `size` ranks cannot compute the model `name`."""
     flag = f"--tensor-parallel-size {size}"
-    if spec.latent is not None:
-        raise SetupError(f"{flag}: {name} has multi-head latent attention, which is not divided. Use 1.")
     if spec.qk_norm_joint:
         raise SetupError(f"{flag}: {name} normalizes all heads together, which are not divided. Use 1.")
     if _divides(spec, size):
@@ -84,10 +89,8 @@ def _divides(spec: ModelSpec, size: int) -> bool:
 
 def _sizes(spec: ModelSpec) -> str:
     experts = "" if spec.experts is None else f", in experts {spec.experts.intermediate}"
-    return (
-        f"{spec.heads} query heads, {spec.kv_heads} key heads and an intermediate size of "
-        f"{spec.intermediate}{experts}"
-    )
+    key_heads = "" if spec.latent is not None else f", {spec.kv_heads} key heads"
+    return f"{spec.heads} query heads{key_heads} and an intermediate size of {spec.intermediate}{experts}"
 
 
 class ShardTensors:
@@ -139,6 +142,10 @@ def _cuts(spec: ModelSpec, shard: Shard) -> Iterator[tuple[str, Cut]]:
 
 def _attention_rows(spec: ModelSpec, names: TensorNames, shard: Shard) -> dict[str, tuple[range, ...]]:
     heads, kv_heads, d = shard.part(spec.heads), shard.kv_heads(spec.kv_heads), spec.head_dim
+    if (latent := spec.latent) is not None:
+        queries = _scaled(heads, latent.plain + spec.rotated)
+        expanded = _scaled(heads, latent.plain + latent.value)
+        return {names.q_expand if latent.q_rank else names.q: (queries,), names.kv_expand: (expanded,)}
     q, k = _scaled(heads, d), _scaled(kv_heads, d)
     key, value = (_shifted(k, (spec.heads + before) * d) for before in (0, spec.kv_heads))
     rows: dict[str, tuple[range, ...]] = {names.q: (q,), names.k: (k,), names.v: (k,)}
@@ -163,7 +170,8 @@ def _mlp_rows(spec: ModelSpec, names: TensorNames, shard: Shard) -> dict[str, tu
 
 
 def _columns(spec: ModelSpec, names: TensorNames, shard: Shard) -> Iterator[tuple[str, range]]:
-    yield names.output, _scaled(shard.part(spec.heads), spec.head_dim)
+    value = spec.head_dim if spec.latent is None else spec.latent.value
+    yield names.output, _scaled(shard.part(spec.heads), value)
     yield names.down, shard.part(spec.intermediate)
     if spec.experts is not None:
         yield names.shared_down, shard.part(spec.experts.shared)

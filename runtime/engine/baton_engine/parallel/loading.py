@@ -9,7 +9,6 @@ import torch
 
 from baton_api import logs
 from baton_api.errors import SetupError
-from baton_api.workers import Role
 from baton_engine.model.checkpoint import Checkpoint, load_weights
 from baton_engine.model.decoder import create_decoder
 from baton_engine.model.group import Group
@@ -31,23 +30,11 @@ def check_parallel(settings: WorkerSettings, spec: ModelSpec, name: str, *, enco
     flag = f"--tensor-parallel-size {size}"
     if encodes:
         raise SetupError(f"{flag} does not support encoders such as {name}. Start more workers instead.")
-    if settings.role is not Role.BOTH:
-        _check_pair(settings.role, size, spec, name)
     if settings.speculation in ("draft", "mtp", "eagle3"):
         raise SetupError(f"{flag} does not support --speculation {settings.speculation}. Use ngram or off.")
     if settings.enable_lora:
         raise SetupError(f"{flag} does not support --enable-lora. Use --tensor-parallel-size 1.")
     check_degree(spec, size, name)
-
-
-def _check_pair(role: Role, size: int, spec: ModelSpec, name: str) -> None:
-    """Raise SetupError if the KV blocks of `size` ranks cannot be transferred."""
-    if spec.kv_heads % size:
-        raise SetupError(
-            f"--tensor-parallel-size {size} does not support --role {role} of {name}: its "
-            f"{spec.kv_heads} key heads are not divided equally. Choose a degree that divides them, "
-            "or --role both."
-        )
 
 
 def load_parallel(

@@ -114,7 +114,7 @@ def _serve(channel: Channel, inbox: queue.SimpleQueue[AnyMessage]) -> None:
     torch.set_num_threads(start.threads)
     device = torch.device(start.device)
     at_start = free_bytes(device)
-    group, model, size = _load(start, device)
+    group, model, replicas, size = _load(start, device)
     channel.send(Loaded(weights=size, at_start=at_start))
     connect = _expect(inbox, Connect)
     group.connect(Path(start.store), start.timeout_s)
@@ -122,7 +122,9 @@ def _serve(channel: Channel, inbox: queue.SimpleQueue[AnyMessage]) -> None:
     channel.send(Connected(working=working, free=free_bytes(device)))
     request = _expect(inbox, Allocate)
     dtype = getattr(torch, request.dtype)
-    cache = KVCache(model.spec, request.blocks, dtype, device, rank=start.rank, ranks=start.size)
+    cache = KVCache(
+        model.spec, request.blocks, dtype, device, rank=start.rank, ranks=start.size, replicas=replicas
+    )
     channel.send(Allocated())
     rank = rank_of(model, group, cache, start.context, partial(taken_bytes, device), channel.send)
     while True:
@@ -136,7 +138,8 @@ def measured(model: Model, message: Connect, device: torch.device, memory: PeakM
     return working_memory(model, message.limits, getattr(torch, message.dtype), device, memory, samples=False)
 
 
-def _load(start: Start, device: torch.device) -> tuple[Group, Decoder, int]:
+def _load(start: Start, device: torch.device) -> tuple[Group, Decoder, int, int]:
+    """Return the group, the model, the number of ranks with its key heads, and the bytes of its weights."""
     checkpoint, shard = Checkpoint(Path(start.checkpoint), start.name), Shard(start.rank, start.size)
     spec, dtype = load_spec(checkpoint).served_to(start.context), getattr(torch, start.dtype)
     quantize, formats = kept_formats(start.quantize, spec, device, dtype, ranks=start.size)
@@ -147,7 +150,7 @@ def _load(start: Start, device: torch.device) -> tuple[Group, Decoder, int]:
     )
     group = Group(shard, spec.vocab, device)
     model = create_decoder(shard.spec(spec), summary.weights, device, dtype, group)
-    return group, model, summary.formats.total()
+    return group, model, shard.replicas(spec.kv_heads), summary.formats.total()
 
 
 class Rank:

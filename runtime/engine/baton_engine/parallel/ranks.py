@@ -454,7 +454,9 @@ class ParallelModel:
 
     def open_cache(self, blocks: int, dtype: torch.dtype, device: torch.device) -> KVCache:
         """Allocate the KV cache of all ranks. Returns rank 0's. Raises SetupError."""
-        cache = KVCache(self.part.spec, blocks, dtype, device, ranks=self.group.shard.size)
+        shard = self.group.shard
+        replicas = shard.replicas(self.spec.kv_heads)
+        cache = KVCache(self.part.spec, blocks, dtype, device, ranks=shard.size, replicas=replicas)
         cache.streams = streams_of(device, self.ranks.waiting)
         self.ranks.allocate(blocks, dtype)
         return cache

@@ -42,11 +42,28 @@ def block_checksums(cache: KVCache, blocks: Sequence[int], sums: bool = False) -
     Return a checksum of each of `blocks`. The device must have written them.
 
     It is xxh3-64 of the bytes. With `sums`, it is `word_sums`, which a device computes at the speed of its
-    memory. Modulo 2**64, the sums of the parts of all ranks add up to that of the whole block.
+    memory. `joined_checksums` adds those of the parts of all ranks.
     """
     if sums:
         return _word_checksums(cache, blocks)
     return [xxhash.xxh3_64_intdigest(content.data) for content in _contents(cache, blocks)]
+
+
+def joined_checksums(ranks: Sequence[Sequence[int]], replicas: int) -> list[int]:
+    """
+    Return the checksum of each whole block from those of the parts of all ranks.
+
+    `replicas` adjacent ranks have the same key heads, which count once. If the checksum of one of them
+    differs from that of the first one, the result changes.
+    """
+    return [sum(_counted(parts, replicas)) % 2**64 for parts in zip(*ranks, strict=True)]
+
+
+def _counted(parts: Sequence[int], replicas: int) -> Iterator[int]:
+    for rank, part in enumerate(parts):
+        first = parts[rank - rank % replicas]
+        # An odd factor: the difference alone would cancel out if only the first one were damaged.
+        yield part if rank % replicas == 0 else (part - first) * KEYS[0]
 
 
 def _contents(cache: KVCache, blocks: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
@@ -65,7 +82,7 @@ def _word_checksums(cache: KVCache, blocks: Sequence[int]) -> list[int]:
     with cache.streams.side_stream():
         words = cache.kv.view(cache.blocks, -1).view(torch.int64)
         of_plane = words.shape[1] // cache.planes
-        layout = of_plane, of_plane * cache.ranks, of_plane * cache.rank
+        layout = of_plane, of_plane * cache.parts, of_plane * cache.part
         sums = _sums_of(words, blocks, layout).tolist()
     return [value % 2**64 for value in sums]
 

@@ -93,7 +93,7 @@ class NixlAgent:
 
     def prepare(self, peer: str, pools: tuple[PoolLayout, ...]) -> _Blocks:
         (pool,) = pools
-        common = common_pieces(self._pool, self._cache.ranks, pool, self._cache.planes)
+        common = common_pieces(self._pool, self._cache.parts, pool, self._cache.planes)
         try:
             return _Blocks(peer, pool, common, self._prepare(peer, pool))
         except self._errors as error:

@@ -18,7 +18,7 @@ from baton_api.errors import SetupError, TransferFailed
 from baton_api.messages import PoolLayout
 from baton_engine.kv.cache import KVCache
 from baton_engine.transfer import Peer, Pulled
-from baton_engine.transfer.integrity import block_checksums, join_sealed, split_sealed
+from baton_engine.transfer.integrity import block_checksums, join_sealed, joined_checksums, split_sealed
 from baton_engine.transfer.pool_reader import PoolReader
 from baton_engine.transfer.reads import PullFuture, check_pools, check_read, join_reads
 
@@ -126,7 +126,7 @@ class NixlTransfer:
     def checksums(self, blocks: Sequence[int], sums: bool) -> list[int]:
         others = self._others.checksums(blocks) if self._others is not None else []
         parts = [block_checksums(self._cache, blocks, sums), *(other.result() for other in others)]
-        return [sum(part) % 2**64 for part in zip(*parts, strict=True)]
+        return joined_checksums(parts, self._cache.replicas)
 
     @contextmanager
     def serve(self) -> Iterator[None]:

@@ -2,8 +2,11 @@
 How ranks divide the KV blocks of a worker, and the pieces in which workers of another degree read them.
 
 Each rank has an equal range of the key heads. Its part of a block is `[plane, head, slot, dim]`. A plane has
-the keys or the values of a layer. Workers with as many ranks exchange whole parts. Otherwise a piece is a
-range of heads in one plane, small enough to be in one pool on both sides.
+the keys or the values of a layer, or its latents, which are one head. Workers with as many ranges exchange
+whole parts. Otherwise a piece is a range of heads in one plane, small enough to be in one pool on both sides.
+
+If there are more ranks than key heads, adjacent ranks have the same range. A rank reads each range from one
+of them: rank r from rank r, if both workers have as many ranks.
 """
 
 from __future__ import annotations
@@ -34,18 +37,19 @@ class CommonPieces:
         return self.size * len(self.ours)
 
 
-def common_pieces(ours: PoolLayout, ranks: int, theirs: PoolLayout, planes: int) -> CommonPieces:
+def common_pieces(ours: PoolLayout, parts: int, theirs: PoolLayout, planes: int) -> CommonPieces:
     """
     Return the common pieces of two pools. The list is empty if their ranks have different key heads.
 
-    `ranks` is the number of ranks of this worker. That of the peer follows from the size of its part. The
-    heads must be divisible by the least common multiple of both.
+    `parts` is the number of ranges of key heads of this worker. That of the peer follows from the size of its
+    part. The heads must be divisible by the least common multiple of both.
     """
-    peers = ours.block_bytes * ranks // theirs.block_bytes
-    ranges = math.lcm(ranks, peers)
-    size = ours.block_bytes * ranks // (planes * ranges)
-    our_count, their_count = ranges // ranks, ranges // peers
-    our_first, their_first = ours.rank * our_count, theirs.rank * their_count
+    peers = ours.block_bytes * parts // theirs.block_bytes
+    ranges = math.lcm(parts, peers)
+    size = ours.block_bytes * parts // (planes * ranges)
+    our_count, their_count = ranges // parts, ranges // peers
+    our_first = ours.rank // ours.replicas * our_count
+    their_first = theirs.rank // theirs.replicas * their_count
     common = range(max(our_first, their_first), min(our_first + our_count, their_first + their_count))
     return CommonPieces(
         size,
@@ -56,9 +60,31 @@ def common_pieces(ours: PoolLayout, ranks: int, theirs: PoolLayout, planes: int)
     )
 
 
+def sources(ours: PoolLayout, ranks: int, theirs: Sequence[PoolLayout]) -> list[PoolLayout]:
+    """
+    Return the ranks of a peer from which one of `ranks` ranks reads: one for each range of its key heads.
+
+    Of several ranks with the same range, each is read by as many ranks, or by one more than others.
+    """
+    replicas = theirs[0].replicas
+    parts, their_parts = ranks // ours.replicas, len(theirs) // replicas
+    chosen = []
+    for part in _overlapping(ours.rank // ours.replicas, parts, their_parts):
+        readers = _overlapping(part, their_parts, parts)
+        number = ours.rank - readers.start * ours.replicas
+        count = len(readers) * ours.replicas
+        chosen.append(theirs[part * replicas + number * replicas // count])
+    return chosen
+
+
+def _overlapping(part: int, parts: int, others: int) -> range:
+    """Return which of `others` equal ranges of the same heads have heads of range `part` of `parts`."""
+    return range(part * others // parts, -(-(part + 1) * others // parts))
+
+
 def whole_bytes(pools: Sequence[PoolLayout]) -> int:
-    """Return the bytes of a block on all ranks together."""
-    return sum(pool.block_bytes for pool in pools)
+    """Return the bytes of a block on all ranks together, in which each key head counts once."""
+    return sum(pool.block_bytes for pool in pools if pool.rank % pool.replicas == 0)
 
 
 def pool_layout(cache: KVCache) -> PoolLayout:
@@ -70,4 +96,5 @@ def pool_layout(cache: KVCache) -> PoolLayout:
         device=cache.kv.device.index or 0,
         memory=DRAM if cache.kv.device.type == "cpu" else VRAM,
         rank=cache.rank,
+        replicas=cache.replicas,
     )

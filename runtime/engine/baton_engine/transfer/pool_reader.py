@@ -12,7 +12,7 @@ from baton_api.messages import PoolLayout
 from baton_engine.kv.cache import KVCache
 from baton_engine.transfer.integrity import block_checksums, seal, unseal
 from baton_engine.transfer.nixl import NixlAgent
-from baton_engine.transfer.parts import VRAM, common_pieces, pool_layout
+from baton_engine.transfer.parts import VRAM, common_pieces, pool_layout, sources
 from baton_engine.transfer.reader import BlockReader, Read
 from baton_engine.transfer.reads import PullFuture, join_reads, slices
 
@@ -25,7 +25,7 @@ class _Peer:
     """A connected peer, as this rank sees it."""
 
     agents: dict[str, int]
-    """Names of the agents of ranks with the same key heads, and the bytes of a block to read from each."""
+    """Names of the agents of the ranks that are read, and the bytes of a block to read from each."""
     uses: int = 0
 
 
@@ -54,7 +54,7 @@ class PoolReader:
         self, sealed: Sequence[bytes], pools: tuple[PoolLayout, ...], epoch: str, peer: str = ""
     ) -> Future[str]:
         """
-        Connect to the agents of a peer whose ranks have key heads of this rank.
+        Connect to the agents of a peer from whose ranks this rank reads (`parts.sources`).
 
         `sealed` is the metadata of each rank's agent. Returns `peer`, the name for other calls. By default it
         is that of the first agent. Raises TransferFailed or IncompatiblePeer.
@@ -64,12 +64,11 @@ class PoolReader:
     def _connect(self, sealed: Sequence[bytes], pools: tuple[PoolLayout, ...], epoch: str, peer: str) -> str:
         agents: dict[str, int] = {}
         try:
-            for pool, metadata in zip(pools, sealed, strict=True):
-                common = common_pieces(self.pool, self._cache.ranks, pool, self._cache.planes)
-                if common.bytes:
-                    plain, host_id = unseal(metadata, self._agent.wire)
-                    near = host_id == self._agent.host_id != ""
-                    agents[self._reader.connect(plain, (pool,), epoch, near)] = common.bytes
+            for pool in sources(self.pool, self._cache.ranks, pools):
+                common = common_pieces(self.pool, self._cache.parts, pool, self._cache.planes)
+                plain, host_id = unseal(sealed[pool.rank], self._agent.wire)
+                near = host_id == self._agent.host_id != ""
+                agents[self._reader.connect(plain, (pool,), epoch, near)] = common.bytes
         except BaseException:
             for agent in agents:
                 self._reader.disconnect(agent)

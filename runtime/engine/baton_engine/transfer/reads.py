@@ -34,23 +34,27 @@ def check_pools(ours: Sequence[PoolLayout], theirs: Sequence[PoolLayout], kv_hea
             f"The peer's KV blocks have {whole_bytes(theirs)} bytes and this worker's {whole_bytes(ours)}. "
             "Start both with the same model, dtype and block size."
         )
-    parts = math.lcm(len(ours), len(theirs))
-    if kv_heads % parts:
+    first = theirs[0]
+    parts = math.lcm(*(len(pools) // pools[0].replicas for pools in (ours, theirs)))
+    if len(theirs) % first.replicas or kv_heads % parts:
         raise IncompatiblePeer(
             f"The peer divides {kv_heads} key heads among {len(theirs)} ranks and this worker among "
-            f"{len(ours)}, which needs {parts} equal parts. Choose --tensor-parallel-size so that "
-            "the least common multiple of both divides the key heads."
+            f"{len(ours)}. Choose --tensor-parallel-size so that it divides the key heads, or is a multiple "
+            "of them."
         )
-    first = theirs[0]
     for rank, pool in enumerate(theirs):
         if pool.rank != rank:
             raise IncompatiblePeer("The peer announced its ranks in another order.")
-        if (pool.block_bytes, pool.blocks, pool.memory) != (first.block_bytes, first.blocks, first.memory):
+        if _sizes(pool) != _sizes(first):
             raise IncompatiblePeer("The peer announced different pools for its ranks.")
         if not 0 < pool.blocks <= BLOCKS_LIMIT // len(theirs) or pool.memory not in (DRAM, VRAM):
             raise IncompatiblePeer(f"The peer announced a pool of {pool.blocks} blocks of {pool.memory!r}.")
         if not 0 < pool.address < 2**64 - pool.blocks * pool.block_bytes or not 0 <= pool.device < 2**16:
             raise IncompatiblePeer("The peer announced a pool with an invalid address.")
+
+
+def _sizes(pool: PoolLayout) -> tuple[int, int, str, int]:
+    return pool.block_bytes, pool.blocks, pool.memory, pool.replicas
 
 
 def check_read(theirs: PoolLayout, ours: PoolLayout, remote: Sequence[int], local: Sequence[int]) -> None:
