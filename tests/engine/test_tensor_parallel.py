@@ -68,6 +68,8 @@ DIVIDED = (
     "gpt-oss",
     "deepseek-v3",
     "deepseek-v2 with groups",
+    "olmo2",
+    "minimax m2",
 )
 """Variants whose weights are divided in different ways."""
 
@@ -175,7 +177,6 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
         6,
         "Possible degrees: 1, 2, 4, 12.",
     ),
-    "norms of all heads": ({"qk_norm": True, "qk_norm_joint": True}, 2, "normalizes all heads together"),
 }
 
 
@@ -238,6 +239,7 @@ async def answers(worker: Worker) -> list[list[int]]:
         pytest.param(3, "llama", SMOLLM2, id="smollm2", marks=pytest.mark.slow),
         pytest.param(2, "deepseek-v3", {}, id="two with latents", marks=pytest.mark.slow),
         pytest.param(4, "deepseek-v2 with groups", {}, id="four with latents", marks=pytest.mark.slow),
+        pytest.param(4, "minimax m2", {}, id="four with a norm of all heads", marks=pytest.mark.slow),
     ],
 )
 async def test_worker_answers_do_not_depend_on_the_degree(
@@ -292,6 +294,7 @@ async def test_worker_refuses_what_ranks_cannot_compute(
         *(("llama", ranks) for ranks in ((2, 1), (1, 2), (2, 2), (4, 2), (2, 4), (4, 4))),
         *(("deepseek-v3", ranks) for ranks in ((2, 1), (1, 2), (4, 2), (2, 4))),
         ("deepseek-v2 with groups", (2, 2)),
+        ("minimax m2", (2, 4)),
     ],
 )
 async def test_pair_of_any_degrees_answers_as_one_worker(

@@ -78,6 +78,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gpt-oss": {"heads": 8, "kv_heads": 1, "head_dim": 64, "sliding_window": 64, "sinks": True},
     "qwen3": {"heads": 10, "kv_heads": 2, "head_dim": 128, "qk_norm": True},
+    "minimax m2": {"heads": 48, "kv_heads": 8, "head_dim": 128, "qk_norm": True, "qk_norm_joint": True},
     "llama 4": {
         "heads": 4,
         "kv_heads": 4,
@@ -300,6 +301,10 @@ def launches(
     ops.gated(x)
     qkv = torch.zeros(batch.size, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, dtype=dtype)
     norm = torch.zeros(spec.head_dim, dtype=dtype) if spec.qk_norm else None
+    if spec.qk_norm_joint:
+        norms = [torch.zeros(heads * spec.head_dim, dtype=dtype) for heads in (spec.heads, spec.kv_heads)]
+        ops.norm_jointly(qkv, ops.mean_squares(qkv), *norms)
+        norm = None
     table = torch.zeros(batch.size, spec.head_dim // 2)
     for rotation in ((table, table), None):
         q = ops.rope_and_store(qkv, rotation, norm, norm, cache, 1, batch)

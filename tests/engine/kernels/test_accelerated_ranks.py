@@ -72,6 +72,10 @@ def request_of(way: int, remote: RemotePrefill | None = None) -> Request:
 
 @pytest.fixture
 async def expected(folder: Path) -> list[list[int]]:
+    return await answers_of_one(folder)
+
+
+async def answers_of_one(folder: Path) -> list[list[int]]:
     """Answers of one rank with the kernels, one after the other."""
     side = real_side("one", folder, 4 * BLOCK_SIZE)
     await side.open()
@@ -149,11 +153,26 @@ async def test_ranks_with_kept_weights_give_the_tokens_of_one(
     assert set(re.findall(r" in (\w+)", line)) == formats
 
 
-@pytest.mark.parametrize(("degree", "overlap"), [(2, True), (4, False)])
-async def test_accelerated_ranks_replay_captured_passes(
-    folder: Path, expected: list[list[int]], degree: int, overlap: bool
-) -> None:
+CAPTURED: dict[str, tuple[str, dict[str, Any], int, bool]] = {
+    "two ranks": ("qwen3", {"head_dim": 16}, 2, True),
+    "four ranks": ("qwen3", {"head_dim": 16}, 4, False),
+    "latents": (
+        "deepseek-v3",
+        {"num_hidden_layers": 2, "n_routed_experts": 4, "n_group": 2, "topk_group": 2},
+        2,
+        True,
+    ),
+    "a norm over all heads": ("minimax m2", {"num_local_experts": 4}, 4, False),
+}
+"""A variant, what its configuration sets, the degree, and whether passes are launched ahead."""
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+async def test_accelerated_ranks_replay_captured_passes(name: str, tmp_path: Path) -> None:
     """Ranks are threads here, each with a fake of CUDA's graphs."""
+    variant, sizes, degree, overlap = CAPTURED[name]
+    folder = make_model(tmp_path / "tiny", variant, **{"hidden_size": 32, "intermediate_size": 64, **sizes})
+    expected = await answers_of_one(folder)
     checkpoint = Checkpoint(folder, "tiny")
     spec = load_spec(checkpoint)
 
@@ -165,7 +184,8 @@ async def test_accelerated_ranks_replay_captured_passes(
     # With overlap, rank 0's calls run at once: a late replay would find the input of the next pass.
     devices = [RankDevice(late=rank == 0 and not overlap) for rank in range(degree)]
     own = Shard(0, degree).spec(spec)
-    cache = KVCache(own, 20, torch.float32, CPU, ranks=degree)
+    replicas = Shard(0, degree).replicas(spec.kv_heads)
+    cache = KVCache(own, 20, torch.float32, CPU, ranks=degree, replicas=replicas)
     limits = EngineLimits(max_model_len=64, chunk_tokens=BLOCK_SIZE, max_running=2, overlap=overlap)
     parallel = rank_threads(devices, part, spec, cache, context=64)
     with contextlib.closing(parallel.ranks):

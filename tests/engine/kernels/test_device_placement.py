@@ -161,12 +161,22 @@ class Operations:
         return self
 
 
+@pytest.mark.parametrize(
+    ("name", "sums", "dtypes"),
+    [("llama", 2, {BF16}), ("olmo2", 3, {BF16, torch.float32})],
+    ids=["llama", "a norm over all heads"],
+)
 def test_ranks_sum_in_place_by_operations_that_nccl_knows(
-    device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    sums: int,
+    dtypes: set[torch.dtype],
+    device: FakeDevice,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A captured pass has no kind of operation for which NCCL would have to connect, nor copies of parts."""
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Operations, raising=False)
-    spec = tiny_spec()
+    spec = tiny_spec(**SPECS[name])
     shard, group = Shard(0, 2), Group(Shard(0, 2), spec.vocab, GPU)
     group.connect(tmp_path / "store", 1.0)
     connected = {name for name, _ in group.backend.seen}
@@ -179,9 +189,9 @@ def test_ranks_sum_in_place_by_operations_that_nccl_knows(
     group.broadcast(static.tokens)
     model.forward(static, KVCache(part, 32, BF16, GPU))
     names = [name for name, _ in group.backend.seen]
-    assert names == ["broadcast", *["allreduce"] * (1 + 2 * spec.layers), "gather"]
+    assert names == ["broadcast", *["allreduce"] * (1 + sums * spec.layers), "gather"]
     assert set(names) == connected
-    assert {tensor.dtype for name, tensor in group.backend.seen if name == "allreduce"} == {BF16}
+    assert {tensor.dtype for kind, tensor in group.backend.seen if kind == "allreduce"} == dtypes
     assert device.waits == []
     given = torch.zeros((3, 8), dtype=BF16, device=GPU)
     assert group.sum(given) is given

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from baton_engine.model.rope import Rotary
 from baton_engine.ops.accelerator import AcceleratorOps
@@ -78,6 +79,32 @@ def test_norm_kernel_takes_a_part_of_wider_rows() -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (7, 1, 24), (9, 3, 128)])
+def test_joint_norm_kernels_give_the_plain_result(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> None:
+    """Also if the means are not of these heads alone. Values are left as they are."""
+    torch.manual_seed(heads)
+    spec = tiny_spec(heads=heads, kv_heads=kv_heads, head_dim=dim, qk_norm=True, qk_norm_joint=True)
+    qkv = random_of(5, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    weights = [random_of(count * dim, dtype=dtype) for count in (heads, kv_heads)]
+    queries, keys, values = torch.split(qkv, [heads * dim, kv_heads * dim, kv_heads * dim], dim=-1)
+    for ops in (AcceleratorOps(spec), PlainOps(spec)):
+        means = ops.mean_squares(qkv)
+        assert means.dtype is torch.float32
+        expected = torch.stack([part.float().square().mean(-1) for part in (queries, keys)], dim=-1)
+        torch.testing.assert_close(means, expected, rtol=2e-6, atol=0)
+        for factor in (1, 4):
+            normed = guarded(qkv)
+            ops.norm_jointly(normed, means * factor, *weights)
+            whole = [
+                functional.rms_norm(part.float(), part.shape[-1:], None, spec.norm_epsilon / factor) * weight
+                for part, weight in zip((queries, keys), weights, strict=True)
+            ]
+            assert_near(normed, torch.cat([*(part / factor**0.5 for part in whole), values], -1).to(dtype))
+
+
+@DTYPES
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (64, 33), (2, 2500)])
 def test_activation_kernel_gives_the_plain_result(
@@ -104,7 +131,6 @@ def test_activation_kernel_is_finite_for_large_values() -> None:
 MODELS: dict[str, dict[str, Any]] = {
     "rotation alone": {},
     "norms of heads": {"qk_norm": True},
-    "a norm over all heads": {"qk_norm": True, "qk_norm_joint": True},
     "a part of a head is rotated": {"rotary_dim": 10, "qk_norm": True},
     "no rotation": {"unrotated_layers": (True, True)},
     "no rotation, but a temperature": {"unrotated_layers": (True, True), "temperature": (0.1, 8)},
@@ -123,11 +149,7 @@ def stored(spec: ModelSpec, seed: int, dtype: torch.dtype, block_size: int = 16)
     shapes = [(0, 1), (15, 1), (16, 3), (chance.randrange(90), chance.randint(1, 40))]
     batch = batch_of(shapes, chance, block_size)
     qkv = random_of(batch.size, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, dtype=dtype)
-    joint = spec.qk_norm_joint
-    norms = [
-        random_of(spec.head_dim * (heads if joint else 1), dtype=dtype) if spec.qk_norm else None
-        for heads in (spec.heads, spec.kv_heads)
-    ]
+    norms = [random_of(spec.head_dim, dtype=dtype) if spec.qk_norm else None for _ in range(2)]
     cos, sin = Rotary.of_layers(spec, DEVICE)["full"].at(batch.positions)
     rotation = guarded(cos), guarded(sin)
     results = []

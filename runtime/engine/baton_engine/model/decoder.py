@@ -19,7 +19,7 @@ from baton_engine.kv.cache import KVCache
 from baton_engine.lending import Seat
 from baton_engine.model.draft_head import DraftHead
 from baton_engine.model.group import Group
-from baton_engine.model.layer import laid_out, mlp
+from baton_engine.model.layer import Layer, laid_out, mlp
 from baton_engine.model.lora import LoraWeights, low_rank_linears
 from baton_engine.model.native_decoder import native_decoder
 from baton_engine.model.rope import Rotary
@@ -184,6 +184,17 @@ class Decoder:
         """Add the outputs of attention or MLP of all ranks."""
         return x if self.group is None else self.group.sum(x)
 
+    def _norms_of_heads(self, qkv: Tensor, layer: Layer) -> tuple[Tensor | None, Tensor | None]:
+        """Return the weights of norms of each head. One of all heads, those of all ranks, is computed now."""
+        q_norm, k_norm = layer.q_norm, layer.k_norm
+        if not self.spec.qk_norm_joint or q_norm is None or k_norm is None:
+            return q_norm, k_norm
+        means = self.ops.mean_squares(qkv)
+        if self.group is not None:
+            means = self.group.mean(means)  # all ranks have equally many heads
+        self.ops.norm_jointly(qkv, means, q_norm, k_norm)
+        return None, None
+
     def _added(
         self, x: Tensor, residual: Tensor, post_norm: Tensor | None, norm: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -233,7 +244,8 @@ class Decoder:
             if layer.latent is not None and rotation is not None:
                 q = layer.latent.store(qkv, rotation, cache, number, batch)
             else:
-                q = ops.rope_and_store(qkv, rotation, layer.q_norm, layer.k_norm, cache, number, batch)
+                norms = self._norms_of_heads(qkv, layer)
+                q = ops.rope_and_store(qkv, rotation, *norms, cache, number, batch)
             if number == last and not len(wanted) and not needs_all:
                 if self.group is not None:
                     self.group.meet()  # rank 0 may announce the blocks, which are complete only now

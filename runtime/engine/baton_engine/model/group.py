@@ -84,6 +84,10 @@ class Group:
             total = total + other
         return total.to(part.dtype)
 
+    def mean(self, part: Tensor) -> Tensor:
+        """Return the mean of all ranks' parts, as `sum`."""
+        return self.sum(part).div_(self.shard.size)
+
     def embedded(self, embedding: Table, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the embeddings [T, N] of tokens [T] in `dtype`. `embedding` has this rank's rows."""
         rows = self._ranges[self.shard.rank]

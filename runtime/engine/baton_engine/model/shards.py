@@ -3,7 +3,8 @@ Tensor parallelism: the part of each weight and of the KV cache that one rank ho
 
 Query heads, key heads and the intermediate size are divided among the ranks. Outputs of attention and MLP are
 then partial sums, which the ranks add. If there are more ranks than key heads, several ranks hold the same
-key head. Rows of the embedding and of the head are divided too. Norms and routers are in every rank.
+key head. Rows of the embedding and of the head are divided too. Norms and routers are in every rank, but of a
+norm of all heads only the weights of the rank's heads: the ranks add what it needs of the others (`Decoder`).
 
 Latent attention is divided by query heads: their projections, and the expansions of the latent. The latent is
 one key head, so each rank computes and holds it whole.
@@ -69,8 +70,6 @@ def _single(number: int) -> range:
 def check_degree(spec: ModelSpec, size: int, name: str) -> None:
     """Raise SetupError if `size` ranks cannot compute the model `name`."""
     flag = f"--tensor-parallel-size {size}"
-    if spec.qk_norm_joint:
-        raise SetupError(f"{flag}: {name} normalizes all heads together, which are not divided. Use 1.")
     if _divides(spec, size):
         return
     possible = [str(degree) for degree in range(1, spec.heads + 1) if _divides(spec, degree)]
@@ -151,6 +150,8 @@ def _attention_rows(spec: ModelSpec, names: TensorNames, shard: Shard) -> dict[s
     rows: dict[str, tuple[range, ...]] = {names.q: (q,), names.k: (k,), names.v: (k,)}
     if names.qkv:
         rows = {names.qkv: (q, key, value)}
+    if spec.qk_norm_joint:
+        rows |= {names.q_norm: (q,), names.k_norm: (k,)}
     return rows | ({names.sinks: (heads,)} if spec.sinks else {})
 
 

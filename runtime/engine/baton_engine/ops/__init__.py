@@ -163,6 +163,18 @@ class Ops(Protocol):
         """Add results [T, C, N], weighted by shares [T, C] fp32, in the order of C, in fp32 -> [T, N]."""
         ...
 
+    def mean_squares(self, qkv: Tensor) -> Tensor:
+        """Return the means [T, 2] fp32 of the squares of all query heads, and of all key heads, of qkv."""
+        ...
+
+    def norm_jointly(self, qkv: Tensor, means: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
+        """
+        Normalize the query heads of qkv [T, (H + 2K) * D] together, and the key heads, in place.
+
+        `means` are those of `mean_squares`, or of all ranks. `q_norm` is [H * D], `k_norm` [K * D].
+        """
+        ...
+
     def rope_and_store(
         self,
         qkv: Tensor,
@@ -176,7 +188,7 @@ class Ops(Protocol):
         """
         Split qkv [T, (H + 2K) * D] and write k and v to the cache at `batch.slots`. May overwrite qkv.
 
-        Normalizes the heads if `q_norm` and `k_norm` are set. Rotates the first R dimensions of q and k by
+        Normalizes each head if `q_norm` and `k_norm` are set. Rotates the first R dimensions of q and k by
         `rotation`: cosines and sines [T, R / 2] fp32, in Hugging Face's order of halves. None rotates
         nothing. Returns q [T, H, D].
         """

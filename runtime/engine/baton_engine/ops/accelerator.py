@@ -115,6 +115,12 @@ class AcceleratorOps(PlainOps):
     def sum_experts(self, results: Tensor, shares: Tensor | None) -> Tensor:
         return experts.sum_weighted(results, shares)
 
+    def mean_squares(self, qkv: Tensor) -> Tensor:
+        return layers.mean_squares(qkv, self.spec)
+
+    def norm_jointly(self, qkv: Tensor, means: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
+        layers.norm_jointly(qkv, means, q_norm, k_norm, self.spec.norm_epsilon)
+
     def rope_and_store(
         self,
         qkv: Tensor,
@@ -126,12 +132,6 @@ class AcceleratorOps(PlainOps):
         batch: Batch,
     ) -> Tensor:
         norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
-        if norms is not None and self.spec.qk_norm_joint:
-            # A norm over all heads of a token cannot be computed by programs of a few heads.
-            sizes = (self.spec.heads * self.spec.head_dim, self.spec.kv_heads * self.spec.head_dim)
-            for heads, weight in zip(torch.split(qkv, [*sizes, sizes[1]], dim=-1), norms, strict=False):
-                layers.rms_norm(heads, weight, self.spec.norm_epsilon, heads)
-            norms = None
         return layers.rope_and_store(qkv, rotation, norms, cache, layer, batch, self.spec)
 
     def attention(

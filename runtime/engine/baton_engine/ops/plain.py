@@ -166,6 +166,21 @@ class PlainOps:
         parts = (exact if shares is None else exact * shares[..., None]).unbind(1)
         return sum(parts[1:], parts[0]).to(results.dtype)
 
+    def mean_squares(self, qkv: Tensor) -> Tensor:
+        means = [heads.to(torch.float32).square().mean(-1) for heads in self._queries_and_keys(qkv)]
+        return torch.stack(means, dim=-1)
+
+    def norm_jointly(self, qkv: Tensor, means: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
+        scales = (means + self.spec.norm_epsilon).rsqrt().unbind(-1)
+        for heads, scale, weight in zip(self._queries_and_keys(qkv), scales, (q_norm, k_norm), strict=True):
+            heads.copy_(heads.to(torch.float32) * scale[:, None] * weight)
+
+    def _queries_and_keys(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return all query heads [T, H * D] and all key heads [T, K * D]."""
+        spec = self.spec
+        of_q, of_k = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        return qkv[:, :of_q], qkv[:, of_q : of_q + of_k]
+
     def rope_and_store(
         self,
         qkv: Tensor,
@@ -180,9 +195,9 @@ class PlainOps:
         heads = qkv.view(-1, spec.heads + 2 * spec.kv_heads, spec.head_dim)
         q, k, v = torch.split(heads, [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
         if q_norm is not None:
-            q = self._head_norm(q, q_norm)
+            q = self.rms_norm(q, q_norm, spec.norm_epsilon)
         if k_norm is not None:
-            k = self._head_norm(k, k_norm)
+            k = self.rms_norm(k, k_norm, spec.norm_epsilon)
         block = batch.slots // cache.block_size
         slot = batch.slots % cache.block_size
         kv = cache.kv[:, layer]  # [blocks, 2, K, slot, D]
@@ -208,12 +223,6 @@ class PlainOps:
         factor, length = self.spec.temperature or (0.0, 1)
         grown = (positions + 1) // length
         return (grown.to(torch.float32).log1p() * factor + 1)[:, None, None]
-
-    def _head_norm(self, heads: Tensor, weight: Tensor) -> Tensor:
-        """Normalize [T, heads, D] over each head, or over all heads of a token."""
-        if self.spec.qk_norm_joint:
-            return self.rms_norm(heads.flatten(1), weight, self.spec.norm_epsilon).view_as(heads)
-        return self.rms_norm(heads, weight, self.spec.norm_epsilon)
 
     def attention(
         self,

@@ -17,7 +17,7 @@ from baton_engine.ops.kernels import float8
 from baton_engine.spec import ModelSpec
 
 COLUMNS = 1024
-"""Columns of an activation that one program computes."""
+"""Columns of an activation, or of a norm of all heads, that one program computes."""
 
 WARP_COLUMNS = 512
 """Columns of a norm that one warp computes, where there are enough warps."""
@@ -80,6 +80,67 @@ def rms_norm(
             ADDS=residual is not None,
             BLOCK=block,
             num_warps=min(MOST_WARPS, max(1, block // WARP_COLUMNS)),
+            enable_fp_fusion=True,
+        )
+
+
+@triton.jit
+def _mean_squares(qkv, means, stride, of_q, of_k, BLOCK: tl.constexpr):
+    row, of_keys = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    size = tl.where(of_keys == 0, of_q, of_k)
+    column = tl.arange(0, BLOCK)
+    at = qkv + row * stride + of_keys * of_q + column
+    exact = tl.load(at, mask=column < size, other=0.0).to(tl.float32)
+    tl.store(means + row * 2 + of_keys, tl.sum(exact * exact, axis=0) / size)
+
+
+def mean_squares(qkv: Tensor, spec: ModelSpec) -> Tensor:
+    """Implement `Ops.mean_squares` in one launch."""
+    means = torch.empty((len(qkv), 2), dtype=torch.float32, device=qkv.device)
+    if len(qkv):
+        of_q, of_k = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        block = triton.next_power_of_2(of_q)
+        _mean_squares[(len(qkv), 2)](
+            qkv,
+            means,
+            qkv.stride(0),
+            of_q,
+            of_k,
+            BLOCK=block,
+            num_warps=min(MOST_WARPS, max(1, block // WARP_COLUMNS)),
+            enable_fp_fusion=True,
+        )
+    return means
+
+
+@triton.jit
+def _norm_jointly(qkv, means, q_norm, k_norm, stride, of_q, size, epsilon, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_q, is_k = column < of_q, (column >= of_q) & (column < size)
+    mean = tl.where(is_q, tl.load(means + row * 2), tl.load(means + row * 2 + 1))
+    weight = tl.load(q_norm + column, mask=is_q, other=0.0).to(tl.float32)
+    weight += tl.load(k_norm + column - of_q, mask=is_k, other=0.0).to(tl.float32)
+    at = qkv + row * stride + column
+    raw = tl.load(at, mask=column < size, other=0.0)
+    normed = raw.to(tl.float32) * (1.0 / tl.sqrt(mean + epsilon)) * weight
+    tl.store(at, normed.to(raw.dtype), mask=column < size)
+
+
+def norm_jointly(qkv: Tensor, means: Tensor, q_norm: Tensor, k_norm: Tensor, epsilon: float) -> None:
+    """Implement `Ops.norm_jointly` in one launch."""
+    of_q, size = len(q_norm), len(q_norm) + len(k_norm)
+    if len(qkv):
+        _norm_jointly[(len(qkv), triton.cdiv(size, COLUMNS))](
+            qkv,
+            means,
+            q_norm,
+            k_norm,
+            qkv.stride(0),
+            of_q,
+            size,
+            epsilon,
+            BLOCK=COLUMNS,
             enable_fp_fusion=True,
         )
 
