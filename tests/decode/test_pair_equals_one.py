@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,16 @@ async def test_pair_of_each_family_equals_one(tmp_path: Path, variant: str) -> N
     async with open_race(make_model(tmp_path, variant)) as race:
         for length in (1, 17, 60):
             for way in (GREEDY, SAMPLED):
+                await race.equal(text(length, length), **way)
+
+
+async def test_pair_of_quantized_experts_equals_one(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "mixtral", intermediate_size=64)
+    async with open_race(folder, worker=partial(real_side, quantize="q8_0")) as race:
+        if not isinstance(race.decode.model, NativeDecoder):
+            pytest.skip("the native kernels are unavailable: no C compiler is installed")
+        for length in (1, 17, 60):
+            for way in WAYS.values():
                 await race.equal(text(length, length), **way)
 
 

@@ -81,6 +81,36 @@ static void fill(struct model *model, enum place place, int64_t layer, int64_t o
     free(from), free(bias);
 }
 
+/* Gate and up, or down, of all experts of a layer. */
+static void fill_experts(struct model *model, enum place place, int64_t layer, int64_t outputs, int64_t inputs) {
+    struct part *parts = calloc((size_t)model->spec.experts, sizeof *parts);
+    for (int64_t expert = 0; parts && expert < model->spec.experts; expert++) {
+        const size_t rows = (size_t)outputs, columns = (size_t)inputs;
+        const void *from = stored_format ? (void *)blocks_of(rows, columns) : numbers(rows * columns, (int)model->spec.kind);
+        parts[expert] = (struct part){stored_format, outputs, from};
+    }
+    if (!parts || !baton_load_experts(model, layer, place, parts, 1)) {
+        printf("experts %d do not fit\n", (int)place);
+        exit(1);
+    }
+    for (int64_t expert = 0; expert < model->spec.experts; expert++) free((void *)parts[expert].rows);
+    free(parts);
+}
+
+static void fill_mlp(struct model *model, int64_t layer) {
+    const struct spec *spec = &model->spec;
+    if (!spec->experts || layer < spec->layers - spec->expert_layers) {
+        fill(model, GATE_UP, layer, 2 * spec->intermediate, spec->hidden, layer % 2 == 0);
+        fill(model, DOWN, layer, spec->hidden, spec->intermediate, 1);
+        return;
+    }
+    float *router = numbers((size_t)(spec->experts * spec->hidden), FLOAT32);
+    if (!router || !baton_load_router(model, layer, router)) exit(1);
+    free(router);
+    fill_experts(model, GATE_UP, layer, 2 * spec->expert_intermediate, spec->hidden);
+    fill_experts(model, DOWN, layer, spec->hidden, spec->expert_intermediate);
+}
+
 enum { OWN, OTHER, SEATS };
 
 static struct seat seats[SEATS];
@@ -128,8 +158,7 @@ static struct model *make(struct spec spec, int64_t threads, uint32_t seed) {
         if (layer % 2) fill(model, K_NORM, layer, spec.head_dim * (spec.joint_norm ? spec.kv_heads : 1), 1, 0);
         fill(model, QKV, layer, qkv, spec.hidden, 1);
         fill(model, OUTPUT, layer, spec.hidden, attended, 0);
-        fill(model, GATE_UP, layer, 2 * spec.intermediate, spec.hidden, layer % 2 == 0);
-        fill(model, DOWN, layer, spec.hidden, spec.intermediate, 1);
+        fill_mlp(model, layer);
         baton_set_attention(model, layer, layer == 1 ? 20 : 0, spec.rotated == spec.head_dim ? FULL : layer % 3);
     }
     fill(model, FINAL_NORM, 0, spec.hidden, 1, 0);
@@ -208,7 +237,7 @@ struct shape {
 };
 
 static struct shape random_shape(void) {
-    return (struct shape){1 + draw(MOST_ROWS), 0, draw(3) ? 4 : 1, draw(3) ? 0 : 1 + (int)draw(16)};
+    return (struct shape){1 + draw(MOST_ROWS), 0, draw(3) ? 4 : 1, draw(3) ? 0 : 1 + (int)draw(28)};
 }
 
 /* One random batch of this shape through both models. */
@@ -256,7 +285,7 @@ static int agree(struct spec spec, const char *name) {
     spec.epsilon = 1e-5, spec.nodes = 3;
     if (!spec.rotated) spec.rotated = spec.head_dim;
     spec.embedding_scale = spec.score_cap ? 3 : 1, spec.residual_scale = spec.joint_norm ? 0.5 : 1;
-    spec.logit_scale = spec.score_cap ? 0.5 : 1, spec.score_scale = 0.3;
+    spec.logit_scale = spec.score_cap ? 0.5 : 1, spec.score_scale = 0.3, spec.expert_scale = 1.5;
     struct model *one = make(spec, 1, 7), *four = make(spec, 4, 7);
     /* Adapters are only for weights that are not quantized. */
     struct adapter *adapters[] = {stored_format ? NULL : make_adapter(one), stored_format ? NULL : make_adapter(four)};
@@ -387,6 +416,8 @@ int main(void) {
          .post_norm = 1, .gelu = 1, .logit_cap = 9, .score_cap = 5},
         {.vocab = 35, .hidden = 51, .layers = 4, .heads = 6, .kv_heads = 2, .head_dim = 10, .intermediate = 33, .rotated = 2,
          .post_norm = 1, .joint_norm = 1},
+        {.vocab = 35, .hidden = 51, .layers = 3, .heads = 6, .kv_heads = 2, .head_dim = 10, .intermediate = 33, .experts = 5,
+         .chosen = 2, .expert_intermediate = 21, .expert_layers = 2, .normalized = 1},
     };
     pthread_t other;
     if (!baton_sound() || !lends_what_others_leave() || !rests_for_others_that_compute() || !owes_rests_for_steps_beside_others() || !rounds_infinities()) return 1;
@@ -403,8 +434,9 @@ int main(void) {
     for (size_t nth = 0; nth < sizeof formats / sizeof *formats; nth++)
         for (size_t way = OCTETS; way < WAYS; way++) {
             stored_format = formats[nth];
-            struct spec spec = {.vocab = 40, .hidden = 256, .layers = 2, .heads = 4, .kv_heads = 2, .head_dim = 64,
-                                .intermediate = 256, .kind = nth % 2, .tied = nth % 3 == 0};
+            struct spec spec = {.vocab = 40, .hidden = 256, .layers = 3, .heads = 4, .kv_heads = 2, .head_dim = 64,
+                                .intermediate = 256, .kind = nth % 2, .tied = nth % 3 == 0, .experts = 5, .chosen = 2,
+                                .expert_intermediate = 256, .expert_layers = 1 + nth % 2};
             for (size_t class = 0; class < ROW_CLASSES; class++) {
                 const size_t rows = class == ROW_CLASSES - 1 ? OCTET_TILE_ROWS : class ? class_rows[class - 1] + 1 : 1;
                 spec.octet_ways[class] = has_way(way, rows) ? (int64_t)way : OCTETS;

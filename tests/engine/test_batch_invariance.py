@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +18,12 @@ from baton_api.sampling import SamplingParams
 from baton_engine.client import AsyncEngine
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.metrics.counters import EngineSnapshot
-from baton_engine.model.decoder import Model
+from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
+from baton_engine.model.decoder import Model, create_model
+from baton_engine.ops.native.support import runs
 from baton_engine.requests import Request
 from baton_engine.scheduling.limits import EngineLimits
-from tests.engine.models import VOCAB
+from tests.engine.models import VOCAB, make_model
 
 CPU = torch.device("cpu")
 COUNT = 32
@@ -100,6 +103,21 @@ async def test_tokens_do_not_depend_on_batch_or_chunks(
 ) -> None:
     results, _ = await generate(model, make_requests(), company, chunk_tokens)
     assert results == single
+
+
+async def test_tokens_of_quantized_experts_do_not_depend_on_batch_or_chunks(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(make_model(tmp_path, "mixtral", intermediate_size=64), "mixtral")
+    spec = load_spec(checkpoint)
+    if not runs(spec, torch.float32):
+        pytest.skip("the native kernels are unavailable: no C compiler is installed")
+    weights = load_weights(checkpoint, spec, torch.float32, quantize="q4_0")
+    model = create_model(spec, weights, CPU, torch.float32)
+    requests = make_requests()[: COUNT // 2]
+    alone, _ = await generate(model, requests, 1)
+    assert len({tuple(tokens) for tokens in alone}) > len(requests) * 3 // 4
+    for company, chunk_tokens in ((7, 16), (16, 64), (16, 512)):
+        results, _ = await generate(model, requests, company, chunk_tokens)
+        assert results == alone
 
 
 async def test_tokens_do_not_depend_on_retractions(model: Model) -> None:

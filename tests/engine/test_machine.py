@@ -72,6 +72,14 @@ def test_outside_a_container_the_machines_free_memory_counts(tmp_path: Path, mem
     assert machine.free_memory(tmp_path / "none", meminfo) == 4 * GIB
 
 
+def test_total_memory_includes_swap(tmp_path: Path, meminfo: Path) -> None:
+    assert machine.total_memory(meminfo) == 8 * GIB
+    with meminfo.open("a") as file:
+        file.write(f"SwapTotal:  {GIB // 1024} kB\n")
+    assert machine.total_memory(meminfo) == 9 * GIB
+    assert machine.total_memory(tmp_path / "none") is None
+
+
 def test_free_memory_container_limit_counts_if_lower(tmp_path: Path, meminfo: Path) -> None:
     cgroup = limits(tmp_path / "cgroup", memory_max=str(2 * GIB), memory_current=str(GIB))
     assert machine.free_memory(cgroup, meminfo) == GIB

@@ -9,7 +9,7 @@ import random
 import shlex
 import struct
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from baton_api.errors import SetupError
+from baton_engine import machine
 from baton_engine.batch import Batch, BatchRow
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
 from baton_engine.model.gguf import GGUFFile
-from baton_engine.model.native_decoder import NativeDecoder, native_decoder
+from baton_engine.model.native_decoder import NativeDecoder, check_memory, native_decoder
 from baton_engine.model.weights import LayerWeights, Weights, weights_digest
 from baton_engine.ops import Linear
+from baton_engine.ops.choice import kept_formats
 from baton_engine.ops.native import library
 from baton_engine.ops.native.products import products_of
 from baton_engine.ops.plain import PlainLinear, PlainOps
@@ -43,7 +45,7 @@ from baton_engine.quantized import (
     floats,
     quantize,
 )
-from baton_engine.spec import ModelSpec
+from baton_engine.spec import ExpertSpec, ModelSpec, Quantize
 from tests.engine.gguf_files import write_gguf
 from tests.engine.models import make_model
 from tests.engine.random_weights import random_weights, tiny_spec
@@ -60,6 +62,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "output_bias": True,
         "tied_embeddings": False,
+    },
+    "three of five experts": {
+        "hidden": 256,
+        "heads": 4,
+        "head_dim": 64,
+        "experts": ExpertSpec(count=5, chosen=3, intermediate=256, normalized=True),
+    },
+    "experts beside a dense layer": {
+        "hidden": 256,
+        "heads": 4,
+        "head_dim": 64,
+        "intermediate": 512,
+        "layers": 3,
+        "experts": ExpertSpec(
+            count=4, chosen=2, intermediate=256, scoring="sigmoid", scale=1.5, layers=(False, True, True)
+        ),
     },
 }
 ROUNDING = 0.01
@@ -110,8 +128,11 @@ def quantized_weights(spec: ModelSpec, forms: Sequence[Format]) -> tuple[Weights
     layers = []
     for layer in base.layers:
         parts = {field.name: getattr(layer, field.name) for field in fields(layer)}
-        for name in ("output", "gate_up", "down"):
+        experts = parts["router"] is not None
+        for name in ("output", *(() if experts else ("gate_up", "down"))):
             parts[name] = of(parts[name])
+        for name in ("expert_gate_up", "expert_down") if experts else ():
+            parts[name] = of_experts(parts[name], forms[next(numbers) % len(forms)], generator)
         rows = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.head_dim)
         stacked = [of(piece) for piece in parts["qkv"].split(rows)]
         parts["qkv"] = Quantized(tuple(part for each in stacked for part in each.parts), spec.hidden)
@@ -122,12 +143,24 @@ def quantized_weights(spec: ModelSpec, forms: Sequence[Format]) -> tuple[Weights
     return kept, dequantized(kept)
 
 
+def of_experts(matrices: Tensor, form: Format, generator: torch.Generator) -> Quantized:
+    """Random blocks in the shape of the matrices [E, outputs, inputs], two parts for each expert."""
+    count, outputs, inputs = matrices.shape
+    halves = [random_blocks(outputs // 2, inputs, form, generator) for _ in range(2 * count)]
+    return Quantized(tuple(part for half in halves for part in half.parts), inputs)
+
+
 def dequantized(kept: Weights) -> Weights:
-    def plain(value: Any) -> Any:
-        return expanded(value) if isinstance(value, Quantized) else value
+    def plain(layer: LayerWeights, name: str) -> Any:
+        value = getattr(layer, name)
+        if not isinstance(value, Quantized):
+            return value
+        if layer.router is None or not name.startswith("expert_"):
+            return expanded(value)
+        return expanded(value).view(len(layer.router), -1, value.inputs)
 
     layers = tuple(
-        LayerWeights(**{field.name: plain(getattr(layer, field.name)) for field in fields(layer)})
+        LayerWeights(**{field.name: plain(layer, field.name) for field in fields(layer)})
         for layer in kept.layers
     )
     embedding = expanded(kept.embedding)
@@ -159,12 +192,18 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
-def native_model(spec: ModelSpec, weights: Weights, threads: int = 2, **changes: str) -> NativeDecoder:
+def native_model(
+    spec: ModelSpec,
+    weights: Weights,
+    threads: int = 2,
+    dtype: torch.dtype = torch.float32,
+    **changes: str,
+) -> NativeDecoder:
     try:
         library.load(os.environ)
     except library.Unavailable as reason:
         pytest.skip(f"no native kernels: {reason}")
-    model = native_decoder(spec, weights, torch.float32, {**os.environ, **changes}, threads)
+    model = native_decoder(spec, weights, dtype, {**os.environ, **changes}, threads)
     assert model is not None
     return model
 
@@ -205,9 +244,42 @@ def test_quantized_logits_are_those_of_expanded(forms: list[Format], changes: di
     assert distance(logits, unrounded) < 0.05
 
 
+EXPERT_MIXES: dict[str, tuple[str, ...]] = {
+    "gate and up are expanded": ("expert_gate_up",),
+    "down is expanded": ("expert_down",),
+    "experts of the second layer are expanded": ("expert_gate_up", "expert_down"),
+    "only experts are quantized": ("qkv", "output"),
+}
+
+
+@pytest.mark.parametrize("name", EXPERT_MIXES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_experts_are_computed_beside_expanded_matrices(name: str, dtype: torch.dtype) -> None:
+    """Inputs of quantized matrices are 8 bits, and those of others have the dtype; rows keep their bits."""
+    spec = tiny_spec(**SHAPES["three of five experts"])
+    kept, exact = quantized_weights(spec, [Format.Q8_0])
+    layers = [
+        replace(layer, **{part: getattr(theirs, part) for part in EXPERT_MIXES[name]})
+        if number or not name.startswith("experts of")
+        else layer
+        for number, (layer, theirs) in enumerate(zip(kept.layers, exact.layers, strict=True))
+    ]
+    mixed = replace(kept, layers=tuple(layers))
+    rows = rows_of(ROWS, spec.vocab, random.Random(1))
+    batch, cache = Batch(rows, 16, CPU), filled_cache(spec, dtype)
+    logits = native_model(spec, mixed, dtype=dtype, BATON_PRODUCTS="pairs").forward(batch, cache)
+    theirs = filled_cache(spec, torch.float32)
+    expected = Decoder(spec, exact, PlainOps(spec), CPU).forward(batch, theirs)
+    assert distance(logits, expected) < (0.05 if dtype == torch.float32 else 0.1)
+    single, alone = native_model(spec, mixed, 1, dtype, BATON_PRODUCTS="pairs"), filled_cache(spec, dtype)
+    for number, row in enumerate(rows):
+        assert torch.equal(single.forward(Batch([row], 16, CPU), alone)[0], logits[number])
+
+
+@pytest.mark.parametrize("shape", ["heads of 64, tied", "three of five experts"])
 @pytest.mark.parametrize("forms", FORMATS, ids=lambda forms: "+".join(form.name for form in forms))
-def test_quantized_row_is_bit_identical_in_any_batch(forms: list[Format]) -> None:
-    spec = tiny_spec(**SHAPES["heads of 64, tied"])
+def test_quantized_row_is_bit_identical_in_any_batch(forms: list[Format], shape: str) -> None:
+    spec = tiny_spec(**SHAPES[shape])
     kept, _ = quantized_weights(spec, forms)
     rows = rows_of(ROWS, spec.vocab, random.Random(6))
     batched, single = native_model(spec, kept, threads=3), native_model(spec, kept, threads=1)
@@ -242,18 +314,19 @@ def test_quantized_kernels_for_vnni_give_the_same(tmp_path: Path) -> None:
     """The sums are integers, so only the order of the instructions may differ. VNNI is emulated."""
     if "avx2" not in library.instructions():
         pytest.skip("the emulated instructions are beside AVX2's")
-    spec = tiny_spec(**SHAPES["heads of 64, tied"])
     compiler = compiler_with("emulated_vnni.h")
-    kept, _ = quantized_weights(spec, STORED)
-    batch = Batch(rows_of(ROWS, spec.vocab, random.Random(1)), 16, CPU)
-    ours, theirs = (
-        model.forward(batch, filled_cache(spec, torch.float32))
-        for model in (
-            native_model(spec, kept),
-            native_model(spec, kept, CC=compiler, BATON_CACHE=str(tmp_path)),
+    for shape in ("heads of 64, tied", "three of five experts"):
+        spec = tiny_spec(**SHAPES[shape])
+        kept, _ = quantized_weights(spec, STORED)
+        batch = Batch(rows_of(ROWS, spec.vocab, random.Random(1)), 16, CPU)
+        ours, theirs = (
+            model.forward(batch, filled_cache(spec, torch.float32))
+            for model in (
+                native_model(spec, kept),
+                native_model(spec, kept, CC=compiler, BATON_CACHE=str(tmp_path)),
+            )
         )
-    )
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 @pytest.fixture(scope="module", params=["emulated", pytest.param("", id="here")])
@@ -280,13 +353,14 @@ def usable() -> list[str]:
 
 
 @pytest.mark.slow  # it compiles the kernels with emulated tiles
-def test_quantized_products_in_tiles_have_the_same_bits(tiled: dict[str, str]) -> None:
+@pytest.mark.parametrize("shape", ["heads of 64, tied", "three of five experts"])
+def test_quantized_products_in_tiles_have_the_same_bits(tiled: dict[str, str], shape: str) -> None:
     """The sums are integers. Q6_K has no tiles, and stays as it is beside the others."""
-    spec = tiny_spec(**SHAPES["heads of 64, tied"])
+    spec = tiny_spec(**SHAPES[shape])
     kept, _ = quantized_weights(spec, STORED)
     batch = Batch(rows_of([(0, 75), (5, 1), (40, 3)], spec.vocab, random.Random(4)), 16, CPU)
     ours, theirs = filled_cache(spec, torch.float32), filled_cache(spec, torch.float32)
-    logits = native_model(spec, kept, 2, **tiled).forward(batch, ours)
+    logits = native_model(spec, kept, 2, torch.float32, **tiled).forward(batch, ours)
     expected = native_model(spec, kept, BATON_PRODUCTS="octets").forward(batch, theirs)
     assert torch.equal(logits, expected)
     assert torch.equal(ours.kv, theirs.kv)
@@ -396,6 +470,57 @@ def test_gguf_quantized_matrices_are_kept(tmp_path: Path) -> None:
     assert native_model(spec, kept).bytes == pytest.approx(kept.bytes, rel=0.15)
 
 
+def test_experts_that_the_kernels_compute_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """Those of gpt-oss have biases, with which torch computes."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    native_model(tiny_spec(), random_weights(tiny_spec(), torch.float32))  # skips without kernels
+    experts = ExpertSpec(count=4, chosen=2, intermediate=32)
+    choices: dict[bool, Any] = {}
+    with caplog.at_level(logging.INFO):
+        for biased in (False, True):
+            spec = tiny_spec(experts=replace(experts, biased=biased))
+            choices[biased] = kept_formats("keep", spec, CPU, torch.bfloat16, environment)
+    assert choices == {False: ("keep", NATIVE_FORMATS), True: ("off", NATIVE_FORMATS)}
+    (line,) = caplog.messages
+    assert "are expanded on cpu" in line and "do not support the model" in line
+
+
+@pytest.mark.parametrize(
+    ("variant", "size", "choice"),
+    [
+        ("mixtral", {"intermediate_size": 96}, "keep"),
+        ("qwen3 with experts", {"moe_intermediate_size": 64}, "keep"),
+        ("qwen3 with experts in some layers", {"moe_intermediate_size": 64}, "q4_0"),
+    ],
+)
+def test_matrices_of_experts_are_kept(
+    variant: str, size: dict[str, int], choice: Quantize, tmp_path: Path
+) -> None:
+    """Those of a GGUF file as they are stored, and those of a folder are converted."""
+    source = make_model(tmp_path / "model", variant, **size)
+    if choice == "keep":
+        source = write_gguf(source, tmp_path / "tiny.gguf", quantised=True)
+    spec, kept = load(source, choice)
+    _, exact = load(source, "off")
+    for number, (ours, theirs) in enumerate(zip(kept.layers, exact.layers, strict=True)):
+        for name in ("expert_gate_up", "expert_down"):
+            matrix, values = getattr(ours, name), getattr(theirs, name)
+            if spec.experts_of(number) is None:
+                assert matrix is None
+                continue
+            assert isinstance(matrix, Quantized)
+            within = 0 if choice == "keep" else 0.2
+            torch.testing.assert_close(expanded(matrix).view_as(values), values, rtol=0, atol=within)
+    model = native_model(spec, kept)
+    assert model.bytes == pytest.approx(kept.bytes, rel=0.2)
+    assert 0.97 * kept.bytes < kept.least_bytes <= kept.bytes  # without knowing which matrices are routers
+    batch = Batch(rows_of(ROWS, spec.vocab, random.Random(1)), 16, CPU)
+    logits = model.forward(batch, filled_cache(spec, torch.float32))
+    rounding = Decoder(spec, dequantized(kept), RoundingOps(spec), CPU)
+    expected = rounding.forward(batch, filled_cache(spec, torch.float32))
+    assert distance(logits, expected) < ROUNDING
+
+
 def test_gguf_other_formats_are_expanded_and_logged(tmp_path: Path, caplog: Any) -> None:
     """A format without kernels, and gate and up in two formats: the kernels read them side by side."""
     forms = {"attn_output": GGMLQuantizationType.MXFP4, "ffn_gate": GGMLQuantizationType.Q4_0}
@@ -410,14 +535,64 @@ def test_gguf_other_formats_are_expanded_and_logged(tmp_path: Path, caplog: Any)
     assert "2 matrices in Q4_0 were expanded" in caplog.text
 
 
-def test_gguf_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
-    path = write_gguf(make_model(tmp_path / "model"), tmp_path / "tiny.gguf", quantised=True)
+def test_gguf_experts_in_two_formats_are_expanded_and_logged(tmp_path: Path, caplog: Any) -> None:
+    folder = make_model(tmp_path / "model", "mixtral", intermediate_size=96)
+    forms = {"ffn_gate_exps": GGMLQuantizationType.Q4_0, "ffn_down_exps": GGMLQuantizationType.MXFP4}
+    path = write_gguf(folder, tmp_path / "tiny.gguf", quantised=True, forms=forms)
+    with caplog.at_level(logging.WARNING):
+        spec, kept = load(path, "keep")
+    first = next(iter(kept.layers))
+    assert isinstance(first.qkv, Quantized)
+    assert isinstance(first.expert_gate_up, Tensor) and isinstance(first.expert_down, Tensor)
+    assert "10 matrices in MXFP4 were expanded" in caplog.text  # of five experts in two layers
+    assert native_model(spec, kept).bytes == pytest.approx(kept.bytes, rel=0.2)
+
+
+@pytest.mark.parametrize(("variant", "tensor"), [("llama", "ffn_down"), ("mixtral", "ffn_down_exps")])
+def test_gguf_scale_that_is_no_number_is_refused(variant: str, tensor: str, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", variant, intermediate_size=96)
+    path = write_gguf(folder, tmp_path / "tiny.gguf", quantised=True)
     data = bytearray(path.read_bytes())
-    at = GGUFFile(path).tensors["blk.1.ffn_down.weight"].offset + 34 * 5
+    at = GGUFFile(path).tensors[f"blk.1.{tensor}.weight"].offset + 34 * 5
     data[at : at + 2] = struct.pack("<e", float("inf"))
     path.write_bytes(data)
-    with pytest.raises(SetupError, match=r"blk\.1\.ffn_down\.weight in Q8_0 has a scale that is inf"):
+    with pytest.raises(SetupError, match=rf"blk\.1\.{tensor}\.weight in Q8_0 has a scale that is inf"):
         load(path, "keep")
+
+
+def test_gguf_experts_that_are_cut_off_are_refused(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "mixtral", intermediate_size=96)
+    path = write_gguf(folder, tmp_path / "tiny.gguf", quantised=True)
+    os.truncate(path, GGUFFile(path).tensors["blk.1.ffn_down_exps.weight"].offset + 34)
+    with pytest.raises(SetupError, match=r"truncated or damaged.*Download it again"):
+        load(path, "keep")
+
+
+@pytest.mark.parametrize(
+    ("choice", "size"), [("off", 4), ("keep", 34 / 32), ("q8_0", 34 / 32), ("q4_0", 34 / 32)]
+)
+def test_weights_that_exceed_the_machine_are_refused(choice: Quantize, size: float, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "mixtral", intermediate_size=96)
+    path = write_gguf(folder, tmp_path / "tiny.gguf", quantised=True)
+    _, weights = load(path, choice)
+    matrices = sum(value.numel() for name, value in load_file(folder / "model.safetensors").items())
+    assert weights.least_bytes == pytest.approx(matrices * size, rel=0.03)
+    check_memory(weights.least_bytes, weights.least_bytes)
+    check_memory(weights.least_bytes, None)
+    with pytest.raises(SetupError, match=r"need .*B, but the machine has .*B of memory and swap"):
+        check_memory(weights.least_bytes, weights.least_bytes - 1)
+
+
+def test_memory_of_expanded_weights_is_not_needed_for_quantized_ones() -> None:
+    """The kernels reserve addresses for expanded weights, here four times the machine's memory."""
+    total = machine.total_memory()
+    if total is None or Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
+        pytest.skip("the system does not reserve addresses without memory")
+    small = tiny_spec()
+    of_each = small.layers * 3 * small.hidden * torch.float32.itemsize
+    large = replace(small, intermediate=4 * total // of_each)
+    model = native_model(large, random_weights(small, torch.float32))
+    assert model.bytes < total / 1000
 
 
 def test_safetensors_matrices_are_quantized_while_loading(tmp_path: Path) -> None:

@@ -91,9 +91,17 @@ def test_stored_weights_give_the_same_logits(
         assert opened is not None and (opened.header.digest, opened.header.loaded_bytes) == ("digest", 7)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_stored_quantized_weights_give_the_same_logits(tied: bool, tmp_path: Path) -> None:
-    spec = tiny_spec(head_dim=64, heads=3, kv_heads=3, hidden=192, intermediate=256, tied_embeddings=tied)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tied_embeddings": False},
+        {"experts": ExpertSpec(count=3, chosen=2, intermediate=64, layers=(False, True))},
+    ],
+    ids=["tied", "an embedding", "experts"],
+)
+def test_stored_quantized_weights_give_the_same_logits(changes: dict[str, Any], tmp_path: Path) -> None:
+    spec = tiny_spec(head_dim=64, heads=3, kv_heads=3, hidden=192, intermediate=256, **changes)
     kept, _ = quantized_weights(spec, [Format.Q4_0, Format.Q8_0])
     file, expected = stored(spec, kept, torch.float32, tmp_path)
     model = used(file, spec, torch.float32)

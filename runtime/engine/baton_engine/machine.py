@@ -84,6 +84,16 @@ def free_memory(cgroup: Path = CGROUP, meminfo: Path = MEMINFO) -> int | None:
     return min(limits) if limits else None
 
 
+def total_memory(meminfo: Path = MEMINFO) -> int | None:
+    """Return the bytes of the machine's memory and swap; None if unknown."""
+    sizes = [
+        int(value.split()[0]) * 1024
+        for name, _, value in (line.partition(":") for line in _read(meminfo).splitlines())
+        if name in ("MemTotal", "SwapTotal")
+    ]
+    return sum(sizes) if sizes else None
+
+
 def in_huge_pages(address: int, size: int, smaps: Path = SMAPS) -> bool:
     """Return whether most of the memory of a file that is mapped at `address` is in huge pages."""
     inside, mapped = False, 0

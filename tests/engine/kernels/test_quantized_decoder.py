@@ -188,7 +188,6 @@ CHOICES: dict[str, tuple[Any, ModelSpec, torch.device, dict[str, str], Any]] = {
     "a device without kernels": ("keep", DENSE, CUDA, OFF, ("off", frozenset(Format))),
     "a CPU without kernels": ("keep", DENSE, CPU, OFF, ("off", NATIVE_FORMATS)),
     "experts on a device": ("keep", MIXTURE, CUDA, {}, ("keep", frozenset(Format))),
-    "experts on a CPU": ("keep", MIXTURE, CPU, {}, ("off", NATIVE_FORMATS)),
     "latents on a device": ("keep", replace(MIXTURE, latent=LATENT), CUDA, {}, ("off", frozenset(Format))),
 }
 

@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from baton_api.errors import SetupError
+from baton_api.setting_types import show_size
 from baton_engine import machine
 from baton_engine.batch import Batch, PassInterrupted
 from baton_engine.kv.cache import KVCache
@@ -107,8 +109,10 @@ class NativeDecoder:
         """
         Copy the weights, so that the caller can release its own, or use those of a file.
 
-        Raises MemoryError, and Damaged for a file.
+        Raises MemoryError, SetupError if the machine is too small for them, and Damaged for a file.
         """
+        if isinstance(weights, Weights):
+            check_memory(weights.least_bytes, machine.total_memory())
         self.spec = spec
         self.dtype = dtype
         self.exact_rows = dtype != torch.bfloat16 or products.exact_rows
@@ -145,7 +149,7 @@ class NativeDecoder:
     def _use(self, stored: StoredWeights, loader: WeightLoader) -> int:
         """Use the weights of a file. Returns the size of the memory that is shared. Raises Damaged."""
         header = stored.header
-        if not loader.reserve(header.loads, self.spec.layers) or self.bytes != header.size:
+        if not loader.reserve(header.loads, self.spec) or self.bytes != header.size:
             raise Damaged("it does not fit the model's sizes")
         # The kernel interleaves anonymous memory over nodes, and the pages of files it does not.
         nodes, probed = machine.memory_nodes(), min(header.size, PROBED_BYTES)
@@ -272,6 +276,15 @@ class NativeDecoder:
         return size
 
 
+def check_memory(needed: int, total: int | None) -> None:
+    """Raise SetupError if weights of at least `needed` bytes cannot fit in `total` bytes; None: unknown."""
+    if total is not None and needed > total:
+        raise SetupError(
+            f"The weights need {show_size(needed)}, but the machine has {show_size(total)} of memory and "
+            "swap. Use --quantize q4_0, a checkpoint with quantized weights, or a smaller model."
+        )
+
+
 def _tied(weights: Weights | StoredWeights) -> bool:
     if isinstance(weights, StoredWeights):
         return all(load.name != "embedding" for load in weights.header.loads)
@@ -318,7 +331,8 @@ def native_decoder(
     """
     Create the native model, or return None if kernels are unavailable. 0 threads: torch's number.
 
-    Raises Damaged if the file of stored weights is, and SetupError if BATON_PRODUCTS is no way of products.
+    Raises Damaged if the file of stored weights is, and SetupError if BATON_PRODUCTS is no way of products or
+    if the machine is too small for the weights.
     """
     if not supports(spec, dtype):
         return None

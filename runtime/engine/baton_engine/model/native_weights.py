@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import torch
 from torch import Tensor
 
 from baton_engine.model.weights import LayerWeights, Weights
-from baton_engine.quantized import Matrix, Quantized, floats
+from baton_engine.quantized import Matrix, Quantized
+from baton_engine.spec import ModelSpec
 
 FIELDS = {
     name: number
@@ -21,8 +22,11 @@ FIELDS = {
         )
     )
 }  # fmt: skip
-EXPERTS = "experts"
-"""Place of all experts of a layer with their router."""
+ROUTER = "router"
+OF_EXPERTS = {"expert_gate_up": FIELDS["gate_up"], "expert_down": FIELDS["down"]}
+"""Matrices of the experts of a layer, and the places of each expert's."""
+UNQUANTIZED = 0
+"""Format of the kernels for numbers of the weights' dtype."""
 
 NORMS = tuple(name for name in FIELDS if name.endswith("norm") and name != "final_norm")
 STORED = ctypes.c_void_p(None)
@@ -37,11 +41,10 @@ class WeightLayout(msgspec.Struct, frozen=True, array_like=True):
     layer: int
     name: str
     outputs: int
-    """EXPERTS: their number."""
     inputs: int
     biased: bool = False
     parts: tuple[tuple[int, int], ...] = ()
-    """Format and outputs of each part of a quantized matrix."""
+    """Format and outputs of each part of a quantized matrix, or of one expert's matrix."""
 
 
 class _Part(ctypes.Structure):
@@ -66,23 +69,19 @@ class WeightLoader:
         if weights.head is not weights.embedding:
             self._load(0, "embedding", weights.embedding)
 
-    def reserve(self, loads: Iterable[WeightLayout], layers: int) -> bool:
-        """Lay out weights that are stored in packed form. Returns whether they fit a model of `layers`."""
+    def reserve(self, loads: Iterable[WeightLayout], spec: ModelSpec) -> bool:
+        """Lay out weights that are stored in packed form. Returns whether they fit a model of `spec`."""
         self.loads = list(loads)
-        return all(0 <= load.layer < layers and self._reserve(load) for load in self.loads)
+        return all(0 <= load.layer < spec.layers and self._reserve(load, spec) for load in self.loads)
 
-    def _reserve(self, load: WeightLayout) -> bool:
+    def _reserve(self, load: WeightLayout, spec: ModelSpec) -> bool:
         layer, bias = ctypes.c_int64(load.layer), BIASED if load.biased else STORED
-        if load.name == EXPERTS:
-            return bool(
-                self._kernels.baton_load_router(self._model, layer, STORED)
-                and all(
-                    self._kernels.baton_load_expert(
-                        self._model, layer, ctypes.c_int64(expert), STORED, STORED
-                    )
-                    for expert in range(load.outputs)
-                )
-            )
+        if load.name == ROUTER:
+            return bool(self._kernels.baton_load_router(self._model, layer, STORED))
+        if load.name in OF_EXPERTS:
+            of_each = [_Part(*part, None) for part in load.parts]
+            of_all = of_each * (0 if spec.experts is None else spec.experts.count)
+            return bool(of_all and self._pack_experts(load.layer, load.name, of_all, len(of_each)))
         where = self._model, layer, ctypes.c_int64(FIELDS[load.name])
         outputs, inputs = ctypes.c_int64(load.outputs), ctypes.c_int64(load.inputs)
         if not load.parts:
@@ -101,22 +100,45 @@ class WeightLoader:
             self._load(number, "gate_up", layer.gate_up, layer.gate_up_bias)
             self._load(number, "down", layer.down, layer.down_bias)
         if layer.router is not None and layer.expert_gate_up is not None and layer.expert_down is not None:
-            weights = layer.router, floats(layer.expert_gate_up), floats(layer.expert_down)
-            self._load_experts(number, *weights)
-            self.loads.append(WeightLayout(number, EXPERTS, *layer.router.shape))
+            self._load_router(number, layer.router)
+            self._load_experts(number, "expert_gate_up", layer.expert_gate_up, len(layer.router))
+            self._load_experts(number, "expert_down", layer.expert_down, len(layer.router))
 
-    def _load_experts(self, layer: int, router: Tensor, gate_up: Tensor, down: Tensor) -> None:
-        """Pack the router [E, N] and the experts [E, 2G, N] and [E, N, G] of a layer. Raises MemoryError."""
-        number, exact = ctypes.c_int64(layer), router.to(torch.float32).contiguous()
-        fits = self._kernels.baton_load_router(self._model, number, ctypes.c_void_p(exact.data_ptr()))
-        for expert, weights in enumerate(zip(gate_up, down, strict=True)):
-            packed = [weight.to(self._dtype).contiguous() for weight in weights]
-            pointers = (ctypes.c_void_p(weight.data_ptr()) for weight in packed)
-            fits = fits and self._kernels.baton_load_expert(
-                self._model, number, ctypes.c_int64(expert), *pointers
-            )
-        if not fits:
-            raise MemoryError(f"layer {layer}: no memory for {len(router)} packed experts")
+    def _load_router(self, layer: int, router: Tensor) -> None:
+        """Pack the router [E, N] of a layer, in fp32. Raises MemoryError."""
+        exact = router.to(torch.float32).contiguous()
+        address = ctypes.c_void_p(exact.data_ptr())
+        if not self._kernels.baton_load_router(self._model, ctypes.c_int64(layer), address):
+            raise MemoryError(f"layer {layer}: no memory for the router of {len(router)} experts")
+        self.loads.append(WeightLayout(layer, ROUTER, *router.shape))
+
+    def _load_experts(self, layer: int, name: str, weights: Matrix, count: int) -> None:
+        """Pack a matrix of each of `count` experts of a layer, stacked. Raises MemoryError."""
+        if isinstance(weights, Quantized):
+            outputs, inputs = weights.shape
+            rows = [part.rows.contiguous() for part in weights.parts]
+            formats = [int(part.format) for part in weights.parts]
+        else:
+            outputs, inputs = weights.shape[0] * weights.shape[1], weights.shape[2]
+            rows = [weight.to(self._dtype).contiguous() for weight in weights]
+            formats = [UNQUANTIZED] * count
+        parts = [_Part(form, len(data), data.data_ptr()) for form, data in zip(formats, rows, strict=True)]
+        of_each = len(parts) // count
+        if not self._pack_experts(layer, name, parts, of_each):
+            raise MemoryError(f"layer {layer}: no memory for {name} of {count} experts")
+        layout = tuple((part.format, part.outputs) for part in parts[:of_each])
+        self.loads.append(WeightLayout(layer, name, outputs, inputs, parts=layout))
+
+    def _pack_experts(self, layer: int, name: str, parts: Sequence[_Part], of_each: int) -> int:
+        """Pack `of_each` parts of each expert of a layer. Returns 0 if they do not fit."""
+        packed: int = self._kernels.baton_load_experts(
+            self._model,
+            ctypes.c_int64(layer),
+            ctypes.c_int64(OF_EXPERTS[name]),
+            (_Part * len(parts))(*parts),
+            ctypes.c_int64(of_each),
+        )
+        return packed
 
     def _load(self, layer: int, name: str, weight: Matrix, bias: Tensor | None = None) -> None:
         bias = None if bias is None else bias.to(self._dtype).contiguous()

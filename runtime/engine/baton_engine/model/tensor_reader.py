@@ -30,6 +30,9 @@ SAMPLES = 16
 
 SAMPLE_BYTES = 64
 
+LEAST_CONVERTED = 18 / 32
+"""Bytes of a number in the smallest format that `--quantize` converts to, Q4_0."""
+
 PLAIN = ("F64", "F32", "F16", "BF16")
 """Formats of tensors that are not quantized."""
 
@@ -137,6 +140,16 @@ class TensorReader:
     def most_bytes(self, name: str) -> int:
         """Return the bytes that `stacked` needs for a tensor at most."""
         return math.prod(self.shapes[name]) * self.dtype_of(name).itemsize + ALIGNMENT
+
+    def least_bytes(self, name: str) -> int:
+        """Return the bytes that a tensor needs at least, in the dtype or quantized."""
+        shape = self.shapes[name]
+        exact = math.prod(shape) * self.dtype_of(name).itemsize
+        if self.choice == "off" or len(shape) != 2:
+            return exact
+        if Format.__members__.get(self.source.format(name)) in self.formats:
+            return min(self.source.stored_bytes(name), exact)
+        return exact if self.choice == "keep" else int(min(math.prod(shape) * LEAST_CONVERTED, exact))
 
     def matrix(self, names: Sequence[str], paired: bool = False) -> Matrix:
         """Return the matrices stacked, quantized if possible. `paired`: they must have one format."""

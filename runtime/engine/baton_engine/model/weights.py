@@ -263,6 +263,8 @@ class Weights:
     """[V, N]; the same tensor as `embedding` if they are tied."""
     draft_head: HeadWeights | None = None
     """Those of `ModelSpec.draft_head`."""
+    least_bytes: int = 0
+    """Size in bytes at least, which is known before the layers are read; 0 means unknown."""
 
     @property
     def bytes(self) -> int:
@@ -424,6 +426,7 @@ def build(
         final_norm=reader.stacked([f"{names.final_norm}.weight"]),
         head=embedding if spec.tied_embeddings else reader.matrix([f"{names.head}.weight"]),
         draft_head=_mtp(spec, names, reader),
+        least_bytes=sum(map(reader.least_bytes, shapes)),
     )
     return weights if streamed or lazy else replace(weights, layers=tuple(layers))
 

@@ -83,8 +83,6 @@ def kept_formats(
         return choice, formats
     if spec.latent is not None:
         reason = "they expand the weights of models with latent attention"
-    elif on_cpu and spec.experts is not None:
-        reason = "those of CPUs expand the weights of models with experts"
     elif on_cpu and ranks > 1:
         reason = "ranks on a CPU compute with torch operations"
     elif on_cpu:
@@ -97,6 +95,8 @@ def kept_formats(
             f"--quantize {choice} requires kernels, which do not run {spec.architecture} in {dtype} on "
             f"{device}: {reason}. Use --quantize off."
         )
+    if reason:
+        log.info("Quantized weights of %s are expanded on %s: %s", spec.architecture, device, reason)
     return "off" if reason else choice, formats
 
 

@@ -27,7 +27,7 @@ enum step {
 };
 
 /* Steps of a layer with experts after NORM_BEFORE_MLP. */
-enum expert_step { ROUTE = DENSE_STEPS, GROUP, GATHER, EXPERT_GATE, EXPERT_CLOSE, COMBINE, IDLE };
+enum expert_step { ROUTE = DENSE_STEPS, GROUP, GATHER, EXPERT_GATE, EXPERT_ROUND, EXPERT_CLOSE, COMBINE, IDLE };
 #define EXPERT_STEPS (IDLE - ROUTE)
 _Static_assert(EXPERT_STEPS >= DENSE_STEPS - NORM_BEFORE_MLP - 1, "dense layers of a model with experts lack steps");
 
@@ -311,7 +311,7 @@ INLINE void multiply_chunk(const struct model *model, const struct product *prod
     const struct area area = {first_row, rows_end, first_panel, panels_end};
     if (weight->quantized) {
         const enum way way = (enum way)model->spec.octet_ways[class_of(product->count)];
-        multiply_octets(product, &area, way, model->rounded, model->rounded_stride, kind);
+        multiply_octets(product, &area, way, kind);
         return;
     }
     multiply_area(product, &area, way_of(model, product->count), model->scratches + thread, kind);
@@ -342,6 +342,8 @@ static struct product product_of(const struct model *model, size_t layer_index, 
         .linear = step == PROJECT ? ADAPT_QKV : step == JOIN ? ADAPT_OUTPUT : step == GATE ? ADAPT_GATE_UP : ADAPT_DOWN,
         .shrunk = model->shrunk,
         .shrunk_stride = model->shrunk_stride,
+        .rounded = model->rounded,
+        .rounded_stride = model->rounded_stride,
     };
     switch (step) {
     case PROJECT: product.weight = &layer->qkv, product.result = model->qkv, product.result_stride = model->qkv_stride; break;
@@ -365,6 +367,8 @@ static struct product product_of_head(const struct model *model) {
         .result_stride = (size_t)model->spec.vocab,
         .scale = (float)model->spec.logit_scale,
         .cap = (float)model->spec.logit_cap,
+        .rounded = model->rounded,
+        .rounded_stride = model->rounded_stride,
     };
 }
 
@@ -452,7 +456,7 @@ static size_t chunks_in(void *self, size_t phase) {
     if (phase > final_norm_phase(model)) return chunks_of_product(model, product_of_head(model));
     const size_t layer = (phase - 1) / step_count(model), step = step_at(model, layer, (phase - 1) % step_count(model));
     if (step >= ROUTE)
-        return chunks_of_experts(model, step, (size_t)(is_last(model, layer) ? model->pass->wanted : model->pass->tokens));
+        return chunks_of_experts(model, layer, step, (size_t)(is_last(model, layer) ? model->pass->wanted : model->pass->tokens));
     if (shrinks(step))
         return model->pass->adapters ? (among_chosen(model, layer, step) ? by_wanted : by_tokens) * rank_blocks(model) : 1;
     switch (step) {
@@ -538,14 +542,13 @@ INLINE void run_chunk(struct model *model, size_t phase, size_t chunk, size_t th
         for (size_t token = from; token < to; token++) rotate(model, layer_index, token, kind);
         return;
     case ATTEND: attend_chunk(model, layer_index, chunk, thread, kind); return;
-    case NORM_BEFORE_MLP:
-        if (is_last(model, layer_index))
-            norm_rows(model, model->chosen, layer->attention_post_norm, layer->mlp_norm, wanted, chunk, model->normed,
-                      &layer->gate_up, kind);
-        else
-            norm_rows(model, model->residual, layer->attention_post_norm, layer->mlp_norm, tokens, chunk, model->normed,
-                      &layer->gate_up, kind);
+    case NORM_BEFORE_MLP: {
+        const int last = is_last(model, layer_index);
+        norm_rows(model, last ? model->chosen : model->residual, layer->attention_post_norm, layer->mlp_norm,
+                  last ? wanted : tokens, chunk, model->normed, layer->experts.router ? layer->experts.gate_up : &layer->gate_up,
+                  kind);
         return;
+    }
     case ROUND_ATTENDED:
     case ROUND_GATED: {
         const size_t count = among_chosen(model, layer_index, step) ? wanted : tokens;

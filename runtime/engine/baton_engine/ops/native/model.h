@@ -106,7 +106,9 @@ struct expert_rows {
     float *shares;    /* [rows][chosen] weights of the choices */
     int64_t *places, *sources; /* sorted row of a choice, and row of a sorted row */
     int64_t *starts, *next, *gate_chunks, *down_chunks; /* [experts + 1] */
-    char *gathered, *gated; /* sorted rows of `normed`, and their gated states in rows of gated_stride */
+    /* Sorted inputs of a product: rows of `normed`, or rows of rounded blocks if its weights are quantized. */
+    char *inputs;
+    char *gated;    /* sorted gated states in rows of gated_stride */
     float *results;         /* sorted rows in rows of residual_stride */
     size_t gated_stride;
 };
@@ -141,7 +143,8 @@ struct model {
     struct expert_rows expert_rows;
     /* Inputs of quantized products: the rows of normed, attended, gated or final, rounded to 8 bits. */
     struct rounded *rounded;
-    size_t rounded_stride; /* blocks per row; 0 if no weight is quantized */
+    /* Blocks per row of `rounded`, and of the sorted rows of experts; 0 if no such weight is quantized. */
+    size_t rounded_stride, expert_blocks;
     const struct pass *pass;
     size_t query_tokens;  /* tokens per chunk of attention in this pass */
     int64_t *query_chunks; /* [rows + 1] number of attention chunks before row r, per key head */
@@ -213,12 +216,15 @@ static void spread_over_nodes(void *at, size_t bytes, unsigned long nodes) {
 #endif
 }
 
-/* Makes the arena anonymous memory, at its address if it has one. Returns 0 if memory is exhausted. */
+/*
+ * Makes the arena anonymous memory, at its address if it has one. Returns 0 if memory is exhausted. It has the size of
+ * weights that are not quantized. Quantized ones write a part of it, so the system need not have memory for all of it.
+ */
 static int reserve_arena(struct model *model) {
     char *at = model->arena;
     const int fixed = at ? MAP_FIXED : 0;
     const size_t spare = at ? 0 : HUGE_PAGE;
-    at = mmap(at, model->arena_bytes + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | fixed, -1, 0);
+    at = mmap(at, model->arena_bytes + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | fixed, -1, 0);
     if (at == MAP_FAILED) return 0;
     if (spare) {
         const size_t before = round_up((size_t)at, HUGE_PAGE) - (size_t)at;
@@ -266,7 +272,7 @@ struct model *baton_create(const struct spec *spec) {
 
 static void forget_expert_rows(struct expert_rows *rows) {
     free(rows->choices), free(rows->shares), free(rows->places), free(rows->sources), free(rows->starts), free(rows->next);
-    free(rows->gate_chunks), free(rows->down_chunks), free(rows->gathered), free(rows->gated), free(rows->results);
+    free(rows->gate_chunks), free(rows->down_chunks), free(rows->inputs), free(rows->gated), free(rows->results);
     memset(rows, 0, sizeof *rows);
 }
 
@@ -275,16 +281,18 @@ static int reserve_expert_rows(struct model *model, size_t tokens) {
     struct expert_rows *rows = &model->expert_rows;
     const size_t experts = (size_t)model->spec.experts, choices = tokens * (size_t)model->spec.chosen;
     const size_t item = item_bytes((int)model->spec.kind), read = choices + TILE_ROWS;
+    const size_t plain = model->normed_stride * item, rounded = model->expert_blocks * sizeof(struct rounded);
     if (!experts) return 1;
     rows->gated_stride = stride_of((int)model->spec.kind, (size_t)model->spec.expert_intermediate);
     rows->choices = zeros(choices * sizeof(int32_t)), rows->shares = zeros(choices * sizeof(float));
     rows->places = zeros(choices * sizeof(int64_t)), rows->sources = zeros(choices * sizeof(int64_t));
     rows->starts = zeros((experts + 1) * sizeof(int64_t)), rows->next = zeros((experts + 1) * sizeof(int64_t));
     rows->gate_chunks = zeros((experts + 1) * sizeof(int64_t)), rows->down_chunks = zeros((experts + 1) * sizeof(int64_t));
-    rows->gathered = zeros(read * model->normed_stride * item), rows->gated = zeros(read * rows->gated_stride * item);
+    rows->inputs = zeros(read * (plain > rounded ? plain : rounded));
+    rows->gated = zeros(read * rows->gated_stride * (model->expert_blocks ? 4 : item));
     rows->results = zeros(choices * model->residual_stride * 4);
     return rows->choices && rows->shares && rows->places && rows->sources && rows->starts && rows->next &&
-           rows->gate_chunks && rows->down_chunks && rows->gathered && rows->gated && rows->results;
+           rows->gate_chunks && rows->down_chunks && rows->inputs && rows->gated && rows->results;
 }
 
 static void forget_activations(struct model *model) {
@@ -368,7 +376,7 @@ static size_t packed_at(size_t output, size_t outputs, int paired) {
 
 static size_t packed_outputs(size_t outputs, int paired) { return paired ? round_up(outputs / 2, LANES) * 2 : outputs; }
 
-/* Rows of a quantized tensor as stored in GGUF; same order as in native_decoder.py. */
+/* Rows of a tensor as stored in GGUF, or in format 0 those of the weights' kind; same order as in native_weights.py. */
 struct part {
     int64_t format, outputs;
     const uint8_t *rows;
@@ -428,16 +436,21 @@ static void pack(struct model *model, struct packing packing) {
     else pack_chunk(&packing, 0, 0, 0);
 }
 
-static int load_linear(struct model *model, struct linear *weight, const void *from, const void *bias, size_t outputs,
-                       size_t inputs, int paired) {
+/* Reserves the space of a weight of the model's kind. Returns 0 if it does not fit. */
+static int place_linear(struct model *model, struct linear *weight, size_t outputs, size_t inputs, int paired, int biased) {
     const int kind = (int)model->spec.kind;
     weight->inputs = inputs;
     weight->units = units_of(kind, inputs);
     weight->outputs = packed_outputs(outputs, paired);
     weight->panels = place(model, panels_bytes(kind, weight->outputs, inputs));
-    weight->bias = bias ? place(model, round_up(weight->outputs, PANEL) * 4) : NULL;
-    if (!weight->panels || (bias && !weight->bias)) return 0;
-    if (from) pack(model, (struct packing){weight, from, NULL, bias, outputs, paired, kind, 0});
+    weight->bias = biased ? place(model, round_up(weight->outputs, PANEL) * 4) : NULL;
+    return weight->panels && (!biased || weight->bias);
+}
+
+static int load_linear(struct model *model, struct linear *weight, const void *from, const void *bias, size_t outputs,
+                       size_t inputs, int paired) {
+    if (!place_linear(model, weight, outputs, inputs, paired, bias != NULL)) return 0;
+    if (from) pack(model, (struct packing){weight, from, NULL, bias, outputs, paired, (int)model->spec.kind, 0});
     return 1;
 }
 
@@ -481,17 +494,16 @@ int baton_load_router(struct model *model, int64_t layer_index, const float *fro
     return 1;
 }
 
-/* Copies gate and up [2 * expert_intermediate, hidden] and down [hidden, expert_intermediate] of one expert. */
-int baton_load_expert(struct model *model, int64_t layer_index, int64_t expert, const void *gate_up, const void *down) {
-    const size_t hidden = (size_t)model->spec.hidden, inner = (size_t)model->spec.expert_intermediate;
-    struct experts *experts = &model->layers[layer_index].experts;
-    return load_linear(model, experts->gate_up + expert, gate_up, NULL, 2 * inner, hidden, 1) &&
-           load_linear(model, experts->down + expert, down, NULL, hidden, inner, 0);
-}
-
-/* Returns 0 if two formats would share a panel, or if a format does not suit the number of inputs. */
+/*
+ * Reserves the space of a quantized weight. Returns 0 if two formats would share a panel, if a format does not suit the
+ * number of inputs, or if memory is exhausted.
+ */
 static int place_quantized(struct model *model, struct linear *weight, const struct part *parts, size_t count,
-                           size_t outputs, int paired) {
+                           size_t outputs, size_t inputs, int paired, int biased) {
+    weight->inputs = inputs;
+    weight->outputs = packed_outputs(outputs, paired);
+    weight->bias = biased ? place(model, round_up(weight->outputs, PANEL) * 4) : NULL;
+    if (biased && !weight->bias) return 0;
     weight->quantized = add_table(model, panel_count(weight) * sizeof(char *));
     weight->formats = add_table(model, panel_count(weight));
     if (!weight->quantized || !weight->formats) return 0;
@@ -514,10 +526,7 @@ static int load_quantized(struct model *model, struct linear *weight, const stru
                           const void *bias, size_t inputs, int paired) {
     size_t outputs = 0;
     for (size_t nth = 0; nth < count; nth++) outputs += (size_t)parts[nth].outputs;
-    weight->inputs = inputs;
-    weight->outputs = packed_outputs(outputs, paired);
-    weight->bias = bias ? place(model, round_up(weight->outputs, PANEL) * 4) : NULL;
-    if ((bias && !weight->bias) || !place_quantized(model, weight, parts, count, outputs, paired)) return 0;
+    if (!place_quantized(model, weight, parts, count, outputs, inputs, paired, bias != NULL)) return 0;
     if (parts->rows) pack(model, (struct packing){weight, NULL, parts, bias, outputs, paired, (int)model->spec.kind, 0});
     if (model->rounded_stride < inputs / BLOCK) model->rounded_stride = inputs / BLOCK;
     return 1;
@@ -537,6 +546,62 @@ int baton_load_quantized(struct model *model, int64_t layer_index, int64_t where
     case EMBEDDING: return load_quantized(model, &model->embedding_rows, parts, given, bias, wide, 0);
     default: return 0;
     }
+}
+
+/* Weights of experts to pack, as a job of the pool: each one by one thread. */
+struct expert_packing {
+    struct packing *all;
+    size_t count;
+};
+
+static size_t packed_experts(void *self, size_t phase) {
+    (void)phase;
+    return ((const struct expert_packing *)self)->count;
+}
+
+static void pack_expert(void *self, size_t phase, size_t chunk, size_t thread) {
+    pack_chunk(((const struct expert_packing *)self)->all + chunk, phase, 0, thread);
+}
+
+static int load_experts(struct model *model, struct packing *all, struct linear *weights, const struct part *parts,
+                        size_t count, size_t outputs, size_t inputs, int paired) {
+    const size_t experts = (size_t)model->spec.experts;
+    for (size_t expert = 0; expert < experts; expert++, parts += count) {
+        struct linear *weight = weights + expert;
+        const int quantized = parts->format != 0;
+        if (!(quantized ? place_quantized(model, weight, parts, count, outputs, inputs, paired, 0)
+                        : place_linear(model, weight, outputs, inputs, paired, 0)))
+            return 0;
+        all[expert] = (struct packing){.weight = weight, .from = (const char *)parts->rows, .parts = quantized ? parts : NULL,
+                                       .outputs = outputs, .paired = paired, .kind = (int)model->spec.kind, .rows = outputs};
+    }
+    struct expert_packing packing = {all, all->from ? experts : 0};
+    const struct job job = {&packing, 1, packed_experts, pack_expert, 0};
+    if (experts * outputs * inputs >= SHARED_PACKING) pool_run(model->pool, &job);
+    else
+        for (size_t expert = 0; expert < packing.count; expert++) pack_expert(&packing, 0, expert, 0);
+    if (weights->quantized && model->expert_blocks < inputs / BLOCK) model->expert_blocks = inputs / BLOCK;
+    return 1;
+}
+
+/*
+ * Copies a matrix of all experts of a layer: gate and up [2 * expert_intermediate, hidden], or down [hidden,
+ * expert_intermediate]. That of each expert is `count` stacked parts, one in format 0. Returns 0 if it does not fit.
+ */
+int baton_load_experts(struct model *model, int64_t layer_index, int64_t where, const struct part *parts, int64_t count) {
+    const size_t hidden = (size_t)model->spec.hidden, inner = (size_t)model->spec.expert_intermediate;
+    const size_t blocks = parts->format ? hidden / BLOCK : 0;
+    struct experts *of = &model->layers[layer_index].experts;
+    struct packing *all = calloc((size_t)model->spec.experts, sizeof *all);
+    int fits = all != NULL;
+    if (fits && where == GATE_UP) {
+        fits = load_experts(model, all, of->gate_up, parts, (size_t)count, 2 * inner, hidden, 1);
+        if (model->rounded_stride < blocks) model->rounded_stride = blocks; /* rows are rounded before they are sorted */
+    } else if (fits) {
+        fits = load_experts(model, all, of->down, parts, (size_t)count, hidden, inner, 0);
+    }
+    free(all);
+    return fits;
 }
 
 /* Sets how a layer attends: `window` 0 is all keys. */

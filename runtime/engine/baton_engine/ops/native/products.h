@@ -70,6 +70,8 @@ struct product {
     enum adapted linear;
     const float *shrunk;
     size_t shrunk_stride; /* items */
+    const struct rounded *rounded; /* the rows, if the weights are quantized */
+    size_t rounded_stride;         /* blocks */
 };
 
 /* Rows and panels of a product that one thread computes. */
@@ -194,11 +196,10 @@ INLINE void multiply_area(const struct product *product, const struct area *area
     if (way == TILED) tiles_end(&before);
 }
 
-/* Multiplies an area of a product with quantized weights. `rounded` are the rows, each `stride` blocks apart. */
-INLINE void multiply_octets(const struct product *product, const struct area *area, enum way way,
-                            const struct rounded *rounded, size_t stride, const int kind) {
+/* Multiplies an area of a product with quantized weights. */
+INLINE void multiply_octets(const struct product *product, const struct area *area, enum way way, const int kind) {
     const struct linear *weight = product->weight;
-    const size_t blocks = weight->inputs / BLOCK;
+    const size_t blocks = weight->inputs / BLOCK, stride = product->rounded_stride;
     _Alignas(64) float result[OCTET_TILE_ROWS * PANEL];
     struct tile_shapes before;
     if (way == TILED_OCTETS) tiles_begin(&before, BLOCK_UNITS);
@@ -206,7 +207,7 @@ INLINE void multiply_octets(const struct product *product, const struct area *ar
         const enum format format = (enum format)weight->formats[panel];
         const quantized_tile tile = way == TILED_OCTETS ? octet_tile(format) : NULL;
         for (size_t row = area->first_row, count; row < area->rows_end; row += count) {
-            const struct rounded *rows = rounded + row * stride;
+            const struct rounded *rows = product->rounded + row * stride;
             const size_t left = area->rows_end - row;
             if (tile && left >= OCTET_TILE_ROWS) {
                 count = OCTET_TILE_ROWS;
@@ -254,13 +255,14 @@ double baton_rate(int64_t way, int64_t rows) {
     const struct linear weight = {.panels = panels, .inputs = NUMBERS, .outputs = PANELS * PANEL, .units = units,
                                   .quantized = octets ? quantized : NULL, .formats = formats};
     const struct product product = {.weight = &weight, .rows = (const char *)from, .row_bytes = units * 4, .count = count,
-                                    .mode = WRITE, .result = result, .result_stride = PANELS * PANEL, .scale = 1.0f};
+                                    .mode = WRITE, .result = result, .result_stride = PANELS * PANEL, .scale = 1.0f,
+                                    .rounded = rounded, .rounded_stride = blocks};
     const struct area area = {0, count, 0, PANELS};
     const int64_t began = nanoseconds();
     const int is_whole = panels && from && result && rounded && scratch;
     for (int nth = 0; is_whole && (nth < LEAST_REPEATS || nanoseconds() - began < NANOSECONDS); nth++) {
         const int64_t start = nanoseconds();
-        if (octets) multiply_octets(&product, &area, (enum way)way, rounded, blocks, BFLOAT16);
+        if (octets) multiply_octets(&product, &area, (enum way)way, BFLOAT16);
         else multiply_area(&product, &area, (enum way)way, scratch, BFLOAT16);
         const int64_t took = nanoseconds() - start;
         if (took < best) best = took;
