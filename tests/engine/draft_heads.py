@@ -16,7 +16,9 @@ from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
-from baton_engine.model.head_loading import eagle3_head, load_eagle3, mtp_head
+from baton_engine.model.group import Group
+from baton_engine.model.head_loading import head_of, with_eagle3
+from baton_engine.model.shards import Shard
 from baton_engine.ops import Ops
 from baton_engine.ops.plain import PlainOps
 from baton_engine.spec import ModelSpec
@@ -223,19 +225,25 @@ class CountingDecoder(Decoder):
         return super().forward(batch, cache)
 
 
-def decoder_of(
-    model: Path, head: Path | None, ops_of: Callable[[ModelSpec], Ops] = PlainOps
-) -> CountingDecoder:
-    """Return the model in fp32 with its head."""
+def spec_of(model: Path, head: Path | None) -> ModelSpec:
+    """Return the spec of a model with its head."""
     checkpoint = Checkpoint(model, model.name)
     spec = load_spec(checkpoint)
-    if head is None:
-        spec = replace(spec, draft_head=mtp_head(spec, checkpoint))
-        weights = load_weights(checkpoint, spec, torch.float32)
-    else:
-        own = Checkpoint(head, head.name)
-        found = eagle3_head(spec, own)
-        spec = replace(spec, draft_head=found)
-        eagle3 = load_eagle3(own, found, spec, torch.float32, CPU)
-        weights = replace(load_weights(checkpoint, spec, torch.float32), draft_head=eagle3)
-    return CountingDecoder(spec, weights, ops_of(spec), CPU, ops_of=ops_of)
+    own = None if head is None else Checkpoint(head, head.name)
+    return replace(spec, draft_head=head_of(spec, checkpoint, own))
+
+
+def decoder_of(
+    model: Path,
+    head: Path | None,
+    ops_of: Callable[[ModelSpec], Ops] = PlainOps,
+    device: torch.device = CPU,
+    group: Group | None = None,
+) -> CountingDecoder:
+    """Return the model in fp32 with its head, or the part of one rank."""
+    spec, shard = spec_of(model, head), None if group is None else group.shard
+    own = None if head is None else Checkpoint(head, head.name)
+    weights = load_weights(Checkpoint(model, model.name), spec, torch.float32, shard=shard)
+    weights = with_eagle3(weights, own, spec, torch.float32, CPU, shard or Shard(0, 1))
+    part = spec if shard is None else shard.spec(spec)
+    return CountingDecoder(part, weights, ops_of(part), device, group, ops_of=ops_of)

@@ -260,6 +260,8 @@ def rank_threads(
         quantize="off",
         device="cpu",
         threads=1,
+        drafts=False,
+        eagle3="",
         store="",
         timeout_s=timeout_s,
         log_format="",

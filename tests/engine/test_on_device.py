@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from baton_engine.quantized import Format, Quantized, pack_float8, quantize
 from baton_engine.requests import Request
 from baton_engine.settings import WorkerSettings
 from baton_engine.worker import open_worker
+from tests.engine.draft_heads import make_eagle3, make_mtp
 from tests.engine.greedy import by_transformers
 from tests.engine.lora_adapters import make_adapter
 from tests.engine.models import VOCAB, make_model
@@ -62,6 +64,32 @@ def test_engine_on_a_device_gives_the_tokens_of_transformers(variant: str, tmp_p
             assert list(answer.token_ids) == expected.tokens
             assert answer.logprobs is not None
             assert answer.logprobs["token_logprobs"] == pytest.approx(expected.logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["mtp", "mtp of glm", "eagle3"])
+async def test_draft_head_on_a_device_changes_no_token(kind: str, tmp_path: Path) -> None:
+    """The drafts of these heads are right, so that captured passes verify them."""
+    head: dict[str, Any] = {"speculation": "mtp"}
+    if kind == "eagle3":
+        folder = make_model(tmp_path / "model", num_hidden_layers=8)
+        own = make_eagle3(tmp_path / "head", folder, right=True)
+        head = {"speculation": "eagle3", "draft_model": str(own), "speculation_tokens": 1}
+    else:
+        variant = "deepseek-v3" if kind == "mtp" else "glm4 with experts"
+        folder = make_mtp(tmp_path / "model", variant, right=True)
+    given = {
+        "model": str(folder), "device": "cuda", "dtype": "float32", "kv_cache_tokens": 4096, "graph_rows": 8,
+        "max_model_len": 256, "chunk_tokens": 64,
+    }  # fmt: skip
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    async with open_worker(WorkerSettings.model_validate(given | head)) as worker:
+        for number, prompt in enumerate(PROMPTS):
+            sampling = SamplingParams(temperature=0.0, max_tokens=24)
+            outputs = worker.client.generate(Request(f"r{number}", tuple(prompt), sampling))
+            got = [choice.token async for output in outputs for choice in output.tokens]
+            assert by_transformers(oracle, prompt, got).tokens == got
+        totals = worker.client.snapshot().totals
+    assert totals.draft_tokens == totals.accepted_tokens > 0
 
 
 @pytest.mark.parametrize("form", CONVERTED)

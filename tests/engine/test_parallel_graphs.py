@@ -354,8 +354,12 @@ def test_replay_message_has_the_arrays_of_the_batch() -> None:
             4,
             CPU,
         )
-        values, tables = ReplayPass.of(8, batch).arrays()
-        assert np.array_equal(values, batch.values) and np.array_equal(tables, batch.token_tables)
+        for has_states in (False, True):
+            message = ReplayPass.of(8, batch, states=has_states, of_head=False)
+            values, tables, states = message.arrays()
+            assert np.array_equal(values, batch.values) and np.array_equal(tables, batch.token_tables)
+            assert (states is not None) is has_states
+            assert states is None or np.array_equal(states, batch.token_state_blocks)
         owners = [row for row in range(rows) for _ in range(1 + row % 3)]
         assert np.array_equal(tables, batch.tables[owners])
 

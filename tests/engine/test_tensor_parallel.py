@@ -262,7 +262,7 @@ async def test_worker_answers_do_not_depend_on_the_degree(
         ({"quantize": "q8_0"}, "ranks on a CPU compute with torch operations. Use --quantize off."),
         ({"kv_cache_dtype": "fp8"}, "the kernels of CPUs do not read it"),
         ({"speculation": "draft", "draft_model": "x"}, "does not support --speculation draft"),
-        ({"speculation": "mtp"}, "does not support --speculation mtp"),
+        ({"speculation": "mtp"}, r"(LlamaForCausalLM) has none"),
         ({"role": "decode", "transfer": "loopback"}, "does not support --transfer loopback"),
     ],
     ids=[
@@ -270,7 +270,7 @@ async def test_worker_answers_do_not_depend_on_the_degree(
         "quantize",
         "data type of the KV cache",
         "draft model",
-        "draft head",
+        "draft head that the model does not have",
         "loopback",
     ],
 )

@@ -10,10 +10,11 @@ from concurrent.futures import Future
 
 import msgspec
 import pytest
+import torch
 
 from baton_api.errors import IncompatiblePeer, SetupError, TransferFailed
 from baton_api.messages import PoolLayout
-from baton_engine.kv.cache import KVCache
+from baton_engine.kv.cache import FLOAT8_CACHE, KVCache, Section
 from baton_engine.model.shards import Shard
 from baton_engine.transfer import Pulled
 from baton_engine.transfer.integrity import (
@@ -24,11 +25,11 @@ from baton_engine.transfer.integrity import (
     split_sealed,
 )
 from baton_engine.transfer.nixl_transfer import NixlTransfer
-from baton_engine.transfer.parts import VRAM, CommonPieces, common_pieces, sources
+from baton_engine.transfer.parts import VRAM, CommonPieces, common_pieces, pool_layout, sources
 from baton_engine.transfer.reads import PullFuture, check_pools, join_reads
 from tests.engine.local_ranks import local_pools
 from tests.engine.transfer_links import PeerProcess, ucx_tls
-from tests.engine.transfer_pools import fill, pattern, pools_of, rows
+from tests.engine.transfer_pools import divide, fill, head_pools, pattern, pools_of, rows
 
 BLOCKS = 40
 LAYERS = 3
@@ -46,12 +47,22 @@ def pools(
 
 
 PIECES: dict[str, tuple[PoolLayout, int, PoolLayout, CommonPieces]] = {
-    "one from two": (pools(1)[0], 1, pools(2)[1], CommonPieces(24, (24, 72), (0, 24))),
-    "two from one": (pools(2)[1], 2, pools(1)[0], CommonPieces(24, (0, 24), (24, 72))),
-    "two from two": (pools(2)[1], 2, pools(2)[1], CommonPieces(24, (0, 24), (0, 24))),
-    "other heads": (pools(2)[1], 2, pools(2)[0], CommonPieces(24, (), ())),
-    "one of two replicas from two ranks": (pools(8)[5], 4, pools(2)[1], CommonPieces(12, (0, 12), (0, 24))),
-    "one latent of two ranks": (pools(1)[0], 1, pools(2, heads=1)[1], CommonPieces(48, (0, 48), (0, 48))),
+    "one from two": (pools(1)[0], 1, pools(2)[1], CommonPieces((24, 24), (24, 72), (0, 24))),
+    "two from one": (pools(2)[1], 2, pools(1)[0], CommonPieces((24, 24), (0, 24), (24, 72))),
+    "two from two": (pools(2)[1], 2, pools(2)[1], CommonPieces((24, 24), (0, 24), (0, 24))),
+    "other heads": (pools(2)[1], 2, pools(2)[0], CommonPieces((), (), ())),
+    "one of two replicas from two ranks": (
+        pools(8)[5],
+        4,
+        pools(2)[1],
+        CommonPieces((12, 12), (0, 12), (0, 24)),
+    ),
+    "one latent of two ranks": (
+        pools(1)[0],
+        1,
+        pools(2, heads=1)[1],
+        CommonPieces((48, 48), (0, 48), (0, 48)),
+    ),
 }
 """A rank of this worker, its ranges of heads, a rank of the peer, and the pieces of blocks with 2 planes."""
 
@@ -59,7 +70,7 @@ PIECES: dict[str, tuple[PoolLayout, int, PoolLayout, CommonPieces]] = {
 @pytest.mark.parametrize("name", PIECES)
 def test_pieces_are_the_largest_in_one_pool_on_both_sides(name: str) -> None:
     ours, parts, theirs, expected = PIECES[name]
-    assert common_pieces(ours, parts, theirs, 2) == expected
+    assert common_pieces(ours, parts, theirs, (Section(2, ours.block_bytes // 2),)) == expected
 
 
 def held(ranks: int, planes: int, heads: int) -> list[list[tuple[int, int]]]:
@@ -78,15 +89,16 @@ def test_pieces_move_each_head_to_its_place_for_any_degrees() -> None:
         for ours, theirs in itertools.product(degrees(heads), repeat=2):
             our_pools, their_pools = (pools(ranks, planes * heads, heads=heads) for ranks in (ours, theirs))
             check_pools(our_pools, their_pools, heads)
+            sections = (Section(planes, our_pools[0].block_bytes // planes),)
             theirs_held = held(theirs, planes, heads)
             for our, expected in zip(our_pools, held(ours, planes, heads), strict=True):
                 moved = [(-1, -1)] * len(expected)
                 for their in sources(our, ours, their_pools):
-                    common = common_pieces(our, ours // our.replicas, their, planes)
-                    for target, source in zip(common.ours, common.theirs, strict=True):
+                    common = common_pieces(our, ours // our.replicas, their, sections)
+                    for size, target, source in zip(common.sizes, common.ours, common.theirs, strict=True):
                         assert moved[target] == (-1, -1), "it was read before"
-                        piece = theirs_held[their.rank][source : source + common.size]
-                        moved[target : target + common.size] = piece
+                        piece = theirs_held[their.rank][source : source + size]
+                        moved[target : target + size] = piece
                 assert moved == expected
 
 
@@ -123,6 +135,32 @@ def test_no_replica_is_read_by_two_ranks_more_than_another() -> None:
             for first in range(0, theirs, replicas):
                 counts = [read[rank] for rank in range(first, first + replicas)]
                 assert max(counts) - min(counts) <= 1
+
+
+DTYPES = (torch.bfloat16, FLOAT8_CACHE)
+
+
+def drafting(ranks: int, dtype: torch.dtype) -> list[KVCache]:
+    """Return the parts of all ranks of a worker with a draft head: random keys, values and states."""
+    (whole,), parts = (head_pools(count, BLOCKS, LAYERS, dtype) for count in (1, ranks))
+    generator = torch.Generator().manual_seed(1)
+    whole.kv.view(torch.uint8).random_(generator=generator)
+    divide(whole, parts)
+    return parts
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pieces_move_keys_and_states_of_a_draft_head_to_their_places(dtype: torch.dtype) -> None:
+    """Its key heads have another number and another size than those of the model."""
+    for ours, theirs in itertools.product((1, 2, 4), repeat=2):
+        targets, peers = head_pools(ours, BLOCKS, LAYERS, dtype), drafting(theirs, dtype)
+        for target, source in itertools.product(targets, peers):
+            common = common_pieces(pool_layout(target), ours, pool_layout(source), target.sections)
+            for size, to, start in zip(common.sizes, common.ours, common.theirs, strict=True):
+                written, read = (part.kv.view(torch.uint8).view(BLOCKS, -1) for part in (target, source))
+                written[:, to : to + size] = read[:, start : start + size]
+        for part, expected in zip(targets, drafting(ours, dtype), strict=True):
+            assert torch.equal(part.kv.view(torch.uint8), expected.kv.view(torch.uint8))
 
 
 REFUSED: dict[str, tuple[tuple[PoolLayout, ...], str]] = {
@@ -187,6 +225,17 @@ def test_sums_of_all_ranks_add_up_to_that_of_one() -> None:
             part.block(3)[-1] ^= 1
             assert [block for block, one in enumerate(sums_of(parts)) if one != sums[block]] == [3]
             part.block(3)[-1] ^= 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_of_blocks_with_a_draft_head_do_not_depend_on_the_ranks(dtype: torch.dtype) -> None:
+    expected = sums_of(drafting(1, dtype))
+    for ranks in (2, 4):
+        parts = drafting(ranks, dtype)
+        assert sums_of(parts) == expected
+        assert parts[1].head is not None
+        parts[1].head.states.view(torch.uint8)[7, 0] ^= 1
+        assert [block for block, one in enumerate(sums_of(parts)) if one != expected[block]] == [7]
 
 
 def test_sums_notice_heads_in_the_place_of_others() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from baton_engine.kv.cache import KVCache
-from baton_engine.spec import ModelSpec
+from baton_engine.model.shards import Shard
+from baton_engine.spec import HeadSpec, ModelSpec
 
 HEADS = 4
 
@@ -17,22 +20,53 @@ def pool(blocks: int, layers: int = 1, rank: int = 0, ranks: int = 1) -> KVCache
 
     Above 4 ranks, several have the same head.
     """
-    spec = ModelSpec(
+    return _part(_spec(layers), blocks, torch.bfloat16, Shard(rank, ranks))
+
+
+def head_pools(ranks: int, blocks: int, layers: int, dtype: torch.dtype) -> list[KVCache]:
+    """The parts of all ranks of a worker whose model has a draft head with 8 key heads of 16 dimensions."""
+    layer = replace(_spec(1), hidden=96, heads=8, kv_heads=8, head_dim=16)
+    spec = replace(_spec(layers), draft_head=HeadSpec(kind="eagle3", layer=layer, inputs=(0,)))
+    return [_part(spec, blocks, dtype, Shard(rank, ranks)) for rank in range(ranks)]
+
+
+def divide(whole: KVCache, parts: list[KVCache]) -> None:
+    """Write the keys, values and states of `whole`, which has a draft head, to the parts of all ranks."""
+    layers, ranks = whole.spec.layers, len(parts)
+    for part in parts:
+        assert part.head is not None and whole.head is not None
+        part.kv[:, :layers] = whole.kv[:, :layers].chunk(ranks, 3)[part.rank]
+        part.head.kv.copy_(whole.head.kv.chunk(ranks, 3)[part.rank])
+        part.head.states.copy_(whole.head.states.chunk(ranks, 1)[part.rank])
+
+
+def _spec(layers: int) -> ModelSpec:
+    return ModelSpec(
         architecture="LlamaForCausalLM",
         vocab=32,
         hidden=128,
         layers=layers,
         heads=4,
-        kv_heads=max(1, HEADS // ranks),
+        kv_heads=HEADS,
         head_dim=32,
         intermediate=128,
         context=1024,
         norm_epsilon=1e-5,
         rope_theta=10000.0,
     )
-    replicas = max(1, ranks // HEADS)
-    cpu = torch.device("cpu")
-    return KVCache(spec, blocks, torch.bfloat16, cpu, rank=rank, ranks=ranks, replicas=replicas)
+
+
+def _part(spec: ModelSpec, blocks: int, dtype: torch.dtype, shard: Shard) -> KVCache:
+    """Return the blocks of one rank."""
+    return KVCache(
+        shard.spec(spec),
+        blocks,
+        dtype,
+        torch.device("cpu"),
+        rank=shard.rank,
+        ranks=shard.size,
+        replicas=shard.replicas(spec.kv_heads),
+    )
 
 
 def pools_of(ranks: int, blocks: int, layers: int = 1) -> list[KVCache]:

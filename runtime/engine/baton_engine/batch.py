@@ -65,6 +65,8 @@ class Batch:
             starts.append(len(tokens))
         self.fed: Tensor | None = None
         """`tokens`, if the host does not know them."""
+        self.continues = False
+        """Whether `continue_states` was called."""
         self.token_ids: NDArray[np.int64] = np.array(tokens, dtype=np.int64)
         """`tokens` on the host."""
         self.token_positions: NDArray[np.int64] = np.empty(len(tokens), dtype=np.int64)
@@ -164,6 +166,11 @@ class Batch:
         return self.tables if len(self.rows) == self.size else self.tables[self._owners]
 
     @cached_property
+    def first_tokens(self) -> Tensor:
+        """[R] int64 offsets of the first token of each row."""
+        return self._tensor(np.array(self.starts[:-1]))
+
+    @cached_property
     def state_blocks(self) -> Tensor:
         """`token_state_blocks` on the device."""
         return self._tensor(self.token_state_blocks)
@@ -187,6 +194,7 @@ class Batch:
 
     def continue_states(self) -> None:
         """Let no token read or write the state of a block: `DraftHead` has those of its last pass."""
+        self.continues = True
         self.token_state_blocks = np.stack((np.full(self.size, -1), np.zeros(self.size, dtype=np.int64)))
 
     @property

@@ -100,6 +100,11 @@ class CapturedPasses:
         """The results of all passes, in memory of the largest one, which is captured first."""
 
     @property
+    def states(self) -> bool:
+        """Whether blocks have states of a draft head."""
+        return self._cache.head is not None
+
+    @property
     def used(self) -> int:
         return max(0, self._taken() - self._before)
 
@@ -137,7 +142,7 @@ class CapturedPasses:
 
     def replay(self, rows: int, batch: Batch) -> Tensor:
         adapters = batch.token_adapters if self._adapter_rank else None
-        states = None if self._cache.head is None else batch.token_state_blocks
+        states = batch.token_state_blocks if self.states else None
         return self.replay_values(rows, batch.values, batch.token_tables, batch.fed, adapters, states)
 
     @torch.inference_mode()

@@ -24,9 +24,9 @@ from baton_engine.kv.cache import KVCache
 from baton_engine.kv.events import KvEvents, KvSnapshot
 from baton_engine.metrics.counters import EngineSnapshot
 from baton_engine.model.decoder import Model
-from baton_engine.model.draft_head import DraftHead
 from baton_engine.requests import FinishReason, Output, Request
 from baton_engine.scheduling.limits import EngineLimits
+from baton_engine.speculation.head_drafts import StateKeeper
 from baton_engine.tiers.tier import EngineTier
 
 TOGETHER = 16
@@ -123,7 +123,7 @@ class AsyncEngine(EngineClient):
         kv_events: KvEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
         draft: tuple[Model, KVCache] | None = None,
-        head: tuple[DraftHead, PassModel] | None = None,
+        head: tuple[StateKeeper, PassModel] | None = None,
         tiers: Sequence[EngineTier] = (),
     ) -> None:
         super().__init__(cache.block_size)

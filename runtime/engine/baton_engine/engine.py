@@ -38,7 +38,6 @@ from baton_engine.lifecycle import Lifecycle, PassResults, log_fields
 from baton_engine.metrics.counters import EngineCounters, EngineSnapshot
 from baton_engine.metrics.step_log import BatchLog
 from baton_engine.model.decoder import Model
-from baton_engine.model.draft_head import DraftHead
 from baton_engine.pass_pipeline import LaunchedPass, PassInterruption, PassPipeline
 from baton_engine.requests import Fetch, FetchResult, FinishReason, LentBlocks, Output, Request
 from baton_engine.sampling.token_masks import MaskFiller
@@ -47,7 +46,7 @@ from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.scheduler import Scheduler, StepPlan
 from baton_engine.scheduling.sequence import Sequence, Stage
 from baton_engine.speculation.draft_model import DraftModel
-from baton_engine.speculation.head_drafts import HeadDrafts
+from baton_engine.speculation.head_drafts import HeadDrafts, StateKeeper
 from baton_engine.speculation.speculator import DraftSource, Speculator
 from baton_engine.tiers.tier import EngineTier, TierPrefix, Tiers
 
@@ -114,7 +113,7 @@ class Engine:
         kv_events: KvEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
         draft: tuple[Model, KVCache] | None = None,
-        head: tuple[DraftHead, PassModel] | None = None,
+        head: tuple[StateKeeper, PassModel] | None = None,
         tiers: Iterable[EngineTier] = (),
     ) -> None:
         """

@@ -26,6 +26,7 @@ from baton_engine.kv.cache import KVCache
 from baton_engine.model.decoder import Decoder, Model
 from baton_engine.model.draft_head import DraftHead
 from baton_engine.model.lora import LoraWeights
+from baton_engine.parallel.parallel_head import ParallelHead
 from baton_engine.parallel.parallel_passes import ParallelPasses
 from baton_engine.parallel.ranks import ParallelModel
 from baton_engine.scheduling.limits import EngineLimits
@@ -154,7 +155,7 @@ def with_graphs(
 
 
 def head_with_graphs(
-    head: DraftHead,
+    head: DraftHead | ParallelHead,
     cache: KVCache,
     engine: EngineLimits,
     limits: CaptureLimits,
@@ -165,7 +166,9 @@ def head_with_graphs(
     counts = row_counts(min(limits.rows, engine.max_running))
     if not (counts and head.capturable and isinstance(cache.streams, DeviceStreams)):
         return head
-    passes = CapturedPasses(head, cache, engine.max_model_len, taken)
+    part = head.part if isinstance(head, ParallelHead) else head
+    own = CapturedPasses(part, cache, engine.max_model_len, taken)
+    passes = ParallelPasses(head.ranks, own, of_head=True) if isinstance(head, ParallelHead) else own
     captured = _capture(passes, counts, limits, clock)
     return GraphPasses(head, passes, captured) if captured else head
 

@@ -206,7 +206,7 @@ class WorkerSettings(BaseSettings):
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Number of ranks that divide the model's heads and matrices: processes that share the CPU's threads, or
     the GPUs from --device on. 1: no division. The degree must divide query heads and the intermediate
-    size, and divide key heads or be a multiple of them."""
+    size, and divide key heads or be a multiple of them, also those of a draft head."""
 
     max_model_len: int = Field(default=0, ge=0)
     """Maximum number of prompt and output tokens of a request together. 0: the model's context length."""

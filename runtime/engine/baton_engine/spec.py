@@ -311,6 +311,13 @@ class HeadSpec:
     """eagle3: whether the residual begins with the normalized state."""
     normed_states: bool = False
     """eagle3: whether the head's own states are normalized before they are states of further tokens."""
+    state_parts: int = 1
+    """Equal parts of the states in KV blocks, of which a rank has one. `layer` is then that of the rank."""
+
+    @property
+    def stored_state(self) -> int:
+        """Number of values of a state that one rank has in a block."""
+        return self.layer.hidden // self.state_parts
 
     def __str__(self) -> str:
         """What distinguishes heads in an error, and in the digest of `Compatibility`."""

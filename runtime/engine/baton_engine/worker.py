@@ -54,11 +54,13 @@ from baton_engine.model.tokenizer import Tokenizer, load_tokenizer
 from baton_engine.ops.choice import dtype_of, kv_dtype, runs_kernels
 from baton_engine.ops.native.products import ONE_ORDER
 from baton_engine.parallel.loading import check_parallel, load_parallel
+from baton_engine.parallel.parallel_head import ParallelHead
 from baton_engine.parallel.ranks import ParallelModel
 from baton_engine.requests import Pooling, Request
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings
 from baton_engine.spec import ModelSpec
+from baton_engine.speculation.head_drafts import StateKeeper
 from baton_engine.speculation.loading import check_draft, load_draft, speculation_tokens, with_head
 from baton_engine.tiers.opening import check_tiers, close_tiers, open_tiers
 from baton_engine.tiers.tier import EngineTier
@@ -319,12 +321,12 @@ def _capture(
     limits: EngineLimits,
     dtype: torch.dtype,
     stack: contextlib.AsyncExitStack,
-) -> tuple[Model, tuple[Model, KVCache] | None, tuple[DraftHead, PassModel] | None]:
+) -> tuple[Model, tuple[Model, KVCache] | None, tuple[StateKeeper, PassModel] | None]:
     """Capture decode passes. Returns the model, the draft model with its cache and the draft head, if any."""
     taken = partial(taken_bytes, cache.kv.device)
     before, began = taken(), time.monotonic()
     captures = capture_limits(settings, loaded.model)
-    drafting = loaded.model.drafts if isinstance(loaded.model, Decoder) else None
+    drafting = _head_of(loaded.model)
     if drafting is not None and limits.speculation_tokens:
         drafting.reserve(limits.results)
     model = with_graphs(loaded.model, cache, limits, captures, taken)
@@ -348,6 +350,12 @@ def _capture(
         if isinstance(captured, GraphPasses):
             stack.callback(captured.close)
     return model, draft, head
+
+
+def _head_of(model: Model) -> DraftHead | ParallelHead | None:
+    if isinstance(model, ParallelModel):
+        return ParallelHead(model.part.drafts, model.ranks) if model.part.drafts is not None else None
+    return model.drafts if isinstance(model, Decoder) else None
 
 
 async def _open_tiers(
@@ -376,7 +384,7 @@ def _open_engine(
     limits: EngineLimits,
     publisher: KvPublisher | None,
     draft: tuple[Model, KVCache] | None,
-    head: tuple[DraftHead, PassModel] | None,
+    head: tuple[StateKeeper, PassModel] | None,
     tiers: list[EngineTier],
     stack: contextlib.AsyncExitStack,
 ) -> tuple[AsyncEngine, asyncio.Future[str]]:
@@ -431,7 +439,7 @@ def _load(
     if isinstance(embedder, Embedder):
         log.info("%s supports embeddings: %s", checkpoint.name, embedder)
     if settings.tensor_parallel_size > 1:
-        parts = load_parallel(settings, name, checkpoint, spec, device, dtype, progress, stack)
+        parts = load_parallel(settings, name, checkpoint, spec, device, dtype, progress, stack, eagle3)
         return _LoadedModel(checkpoint, spec, tokenizer, embedder, None, *parts)
     threads, cores = torch.get_num_threads(), machine.usable_cores()
     seat = lending.take_seat(settings.shared_cores, threads, cores, settings.compute_share)

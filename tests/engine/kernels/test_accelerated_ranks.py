@@ -17,12 +17,14 @@ from gguf import GGMLQuantizationType
 from baton_api.sampling import SamplingParams
 from baton_decode.main import decode
 from baton_engine.client import AsyncEngine
-from baton_engine.graphs import GraphModel, capture_limits, with_graphs
+from baton_engine.graphs import GraphModel, GraphPasses, capture_limits, head_with_graphs, with_graphs
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder, create_decoder
 from baton_engine.model.group import Group
 from baton_engine.model.shards import Shard
+from baton_engine.ops.accelerator import AcceleratorOps
+from baton_engine.parallel.parallel_head import ParallelHead
 from baton_engine.requests import RemotePrefill, Request
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings
@@ -31,6 +33,7 @@ from baton_prefill.main import prefill
 from tests.decode.pair import tokens
 from tests.decode.real_model import real_side
 from tests.decode.test_pair_equals_one import GREEDY, SAMPLED, text
+from tests.engine.draft_heads import decoder_of, make_eagle3, make_mtp, spec_of
 from tests.engine.gguf_files import write_gguf
 from tests.engine.greedy import CPU
 from tests.engine.kernels.cases import DEVICE
@@ -202,6 +205,52 @@ async def test_accelerated_ranks_replay_captured_passes(name: str, tmp_path: Pat
     replays = [[graph.replays for graph in cuda.captured] for cuda in devices]
     assert replays == [replays[0]] * degree
     assert all(replays[0])
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+async def test_accelerated_ranks_replay_captured_passes_of_a_draft_head(kind: str, tmp_path: Path) -> None:
+    """All drafts are accepted, as those of one rank: the ranks have the states of their part of blocks."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 32}
+    own: Path | None = None
+    if kind == "mtp":
+        model = make_mtp(tmp_path / "model", "glm4 with experts", right=True)
+    else:
+        model = make_model(tmp_path / "model", num_hidden_layers=3, **sizes)
+        layers: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+        own = make_eagle3(tmp_path / "head", model, right=True, **layers)
+    spec, request = spec_of(model, own), request_of(0)
+    side = real_side("one", model, 4 * BLOCK_SIZE)
+    await side.open()
+    expected = tokens(await side.generate(request))
+    await side.close()
+
+    def part(_: Shard, group: Group) -> Decoder:
+        return decoder_of(model, own, AcceleratorOps, group=group)
+
+    devices = [RankDevice(), RankDevice()]
+    cache = KVCache(Shard(0, 2).spec(spec), 20, torch.float32, CPU, ranks=2)
+    limits = EngineLimits(max_model_len=64, chunk_tokens=BLOCK_SIZE, max_running=1, speculation_tokens=1)
+    parallel = rank_threads(devices, part, spec, cache, context=64)
+    with contextlib.closing(parallel.ranks):
+        captures = capture_limits(settings(model, 2, graph_rows=2, graph_seconds=3600), parallel)
+        assert parallel.part.drafts is not None
+        head = ParallelHead(parallel.part.drafts, parallel.ranks)
+        head.reserve(limits.results)
+        graphs = with_graphs(parallel, cache, limits, captures, devices[0].taken)
+        drafting = head_with_graphs(head, cache, limits, captures, devices[0].taken)
+        assert isinstance(graphs, GraphModel) and isinstance(drafting, GraphPasses)
+        clock = lambda: float(graphs.replays)  # noqa: E731
+        client = AsyncEngine(graphs, cache, limits, clock=clock, head=(head, drafting))
+        client.start()
+        assert await answer(client, request) == expected
+        totals = client.snapshot().totals
+        await client.close()
+        drafting.close()
+        graphs.close()
+    assert totals.draft_tokens == totals.accepted_tokens > 0
+    replays = [[graph.replays for graph in cuda.captured] for cuda in devices]
+    assert replays[0] == replays[1]
+    assert drafting.replays > 0 and graphs.replays > 0
 
 
 @pytest.mark.nixl

@@ -13,8 +13,10 @@ from tests.engine.kernels.cases import DEVICE
 @pytest.mark.parametrize("layout", [(TILE * 4, 0, 0), (12, 36, 24), (1024, 4096, 1024)], ids=str)
 @pytest.mark.parametrize("size", [4, 1024, TILE - 1, TILE, 2 * TILE + 5])
 def test_checksum_kernel_gives_the_sums_of_torch(size: int, layout: WordLayout) -> None:
+    """Words are a section of longer rows."""
     torch.manual_seed(size)
-    words = torch.randint(256, (5, 8 * size), dtype=torch.uint8, device=DEVICE).view(torch.int64)
+    rows = torch.randint(256, (5, 8 * (size + 6)), dtype=torch.uint8, device=DEVICE).view(torch.int64)
+    words = rows[:, 2 : size + 2]
     blocks = torch.tensor([4, 0, 4, 2], device=DEVICE)
     assert (
         mixed_sums(words, blocks, KEYS, layout).tolist() == word_sums(words, blocks.tolist(), layout).tolist()

@@ -8,7 +8,8 @@ have 64 pieces of 32 KiB. Block 0 is never allocated; padding refers to it.
 
 With a draft head, a block has further layers. They are the memory of the head's own keys and values, and of
 the state of the block's last computed token, with which the head computes the token after it (`HeadCache`).
-So whoever has a block, by a transfer, from a tier or from the prefix cache, has all that drafts need.
+So whoever has a block, by a transfer, from a tier or from the prefix cache, has all that drafts need. Ranks
+divide each of these parts for itself (`Section`).
 
 The size is set in bytes, in tokens, or as a fraction of the memory, or derived from the free memory. A number
 of tokens limits the other three. Bytes and a fraction cannot be combined. The memory must be free, because
@@ -49,7 +50,7 @@ def block_layers(spec: ModelSpec, dtype: torch.dtype, block_size: int = BLOCK_SI
     """Return the layers of a block: those of the model, and as many as a draft head needs memory."""
     if (head := spec.draft_head) is None:
         return spec.layers
-    needed = head.layer.kv_values_per_token * block_size + head.layer.hidden * state_values(dtype)
+    needed = head.layer.kv_values_per_token * block_size + head.stored_state * state_values(dtype)
     return spec.layers + -(-needed // (spec.kv_planes * spec.kv_heads * block_size * spec.head_dim))
 
 
@@ -62,6 +63,19 @@ def block_bytes(spec: ModelSpec, dtype: torch.dtype, block_size: int = BLOCK_SIZ
     """Bytes of one block of all layers."""
     planes = block_layers(spec, dtype, block_size) * spec.kv_planes
     return planes * spec.kv_heads * spec.head_dim * block_size * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of a rank's blocks: planes of equal size, of each of which every rank has an equal range."""
+
+    planes: int
+    plane_bytes: int
+    """Bytes of this rank's range."""
+
+    @property
+    def bytes(self) -> int:
+        return self.planes * self.plane_bytes
 
 
 class KVCache:
@@ -107,9 +121,15 @@ class KVCache:
         self.head: HeadCache | None = None if spec.draft_head is None else HeadCache(self, spec.draft_head)
 
     @property
-    def planes(self) -> int:
-        """Number of keys and values of all layers of a block."""
-        return self.kv.shape[1] * self.kv.shape[2]
+    def sections(self) -> tuple[Section, ...]:
+        """The parts of a block in their order: the model's, and those of a draft head with unused memory."""
+        spec, item = self.spec, self.kv.element_size()
+        if (part := self.head) is None:
+            return (_keys_and_values(self, spec.layers),)
+        state = Section(1, part.states.shape[1] * part.states.element_size())
+        used = (_keys_and_values(self, spec.layers), _keys_and_values(part, 1), state)
+        rest = self.kv[0].numel() * item - sum(section.bytes for section in used)
+        return (*used, Section(1, rest)) if rest else used
 
     @property
     def parts(self) -> int:
@@ -122,8 +142,10 @@ class KVCache:
         return self.rank // self.replicas
 
     @property
-    def whole_kv_heads(self) -> int:
-        return self.spec.kv_heads * self.parts
+    def divisible_heads(self) -> int:
+        """Number of ranges of key heads that ranks can divide at most, of the model and of a draft head."""
+        own = self.spec.kv_heads * self.parts
+        return own if self.head is None else math.gcd(own, self.head.divisible_heads)
 
     @property
     def block_bytes(self) -> int:
@@ -147,9 +169,15 @@ class HeadCache(KVCache):
         end = start + math.prod(sizes)
         self.kv = flat[:, start:end].view(cache.blocks, *sizes)
         dtype = flat.dtype
-        last = end + layer.hidden * state_values(dtype)
+        last = end + head.stored_state * state_values(dtype)
         self.states: Tensor = flat[:, end:last].view(STATE_DTYPES.get(dtype, dtype))
-        """[blocks, N] the state of the last computed token of each block."""
+        """[blocks, N / state_parts] the state of the last computed token of each block, or a rank's part."""
+
+
+def _keys_and_values(cache: KVCache, layers: int) -> Section:
+    """Return the section of `layers` layers, whose planes are keys or values of a layer."""
+    planes, item = cache.kv[0, 0], cache.kv.element_size()
+    return Section(layers * planes.shape[0], planes[0].numel() * item)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

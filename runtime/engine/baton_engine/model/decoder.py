@@ -130,7 +130,13 @@ class Decoder:
         if (head := spec.draft_head) is not None and weights.draft_head is not None:
             own_ops, common = ops_of(head.layer), (device, self.dtype, spec.vocab)
             self.drafts = DraftHead(
-                head, weights.draft_head, own_ops, *common, embed=self._embedded, project=self._logits
+                head,
+                weights.draft_head,
+                own_ops,
+                *common,
+                embed=self._embedded,
+                project=self._logits,
+                group=group,
             )
 
     @property
@@ -149,12 +155,15 @@ class Decoder:
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         states = self._states(batch, cache)
         if not len(states):
+            self._meet()
             return torch.empty((0, self.spec.vocab), dtype=torch.float32, device=states.device)
         return self._logits(states)
 
     @torch.inference_mode()
     def hidden_states(self, batch: Batch, cache: KVCache) -> Tensor:
-        return self._states(batch, cache).to(torch.float32)
+        states = self._states(batch, cache)
+        self._meet()
+        return states.to(torch.float32)
 
     @torch.inference_mode()
     def project(self, states: Tensor) -> Tensor:
@@ -194,6 +203,11 @@ class Decoder:
             means = self.group.mean(means)  # all ranks have equally many heads
         self.ops.norm_jointly(qkv, means, q_norm, k_norm)
         return None, None
+
+    def _meet(self) -> None:
+        """Wait until all ranks have stored: rank 0 may announce the blocks, which are complete only now."""
+        if self.group is not None:
+            self.group.meet()
 
     def _added(
         self, x: Tensor, residual: Tensor, post_norm: Tensor | None, norm: Tensor | None
@@ -247,8 +261,6 @@ class Decoder:
                 norms = self._norms_of_heads(qkv, layer)
                 q = ops.rope_and_store(qkv, rotation, *norms, cache, number, batch)
             if number == last and not len(wanted) and not needs_all:
-                if self.group is not None:
-                    self.group.meet()  # rank 0 may announce the blocks, which are complete only now
                 break  # keys and values are stored; no output of this batch is needed
             x = ops.attention(q, cache, number, batch, layer.window, layer.sinks)
             if layer.latent is not None:

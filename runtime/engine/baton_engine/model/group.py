@@ -33,7 +33,7 @@ class Group:
         """`vocab`: number of tokens, whose embeddings are divided among the ranks."""
         self.shard = shard
         self._device = device
-        self._ranges = [Shard(rank, shard.size).part(vocab) for rank in range(shard.size)]
+        self._vocab = vocab
         self.in_order = device.type == "cpu"
         """Whether sums have the order of the ranks."""
         self.backend: Any = None
@@ -57,7 +57,7 @@ class Group:
             # NCCL connects at the first operation of a kind, with memory that is not of a captured pass.
             self.meet()
             self.broadcast(torch.zeros(1, device=self._device))
-            self.joined(torch.zeros((1, len(self._ranges[rank])), device=self._device))
+            self.joined(torch.zeros((1, len(self.shard.part(self._vocab))), device=self._device))
             return
         kind: Any = dist.ProcessGroupGloo
         gloo = kind._Options()
@@ -90,23 +90,26 @@ class Group:
 
     def embedded(self, embedding: Table, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the embeddings [T, N] of tokens [T] in `dtype`. `embedding` has this rank's rows."""
-        rows = self._ranges[self.shard.rank]
+        rows = self.shard.part(self._vocab)
         inside = (tokens >= rows.start) & (tokens < rows.stop)
         selected = embedding[(tokens - rows.start).clamp(0, len(rows) - 1)].to(dtype)
         return self.sum(selected.masked_fill(~inside[:, None], 0))
 
-    def joined(self, logits: Tensor) -> Tensor:
-        """Return the logits [S, V] of all tokens in rank 0, from [S, tokens of this rank] in each."""
-        rank, widest = self.shard.rank, max(len(tokens) for tokens in self._ranges)
-        padded = logits.new_empty((len(logits), widest))
+    def joined(self, logits: Tensor, vocab: int | None = None) -> Tensor:
+        """
+        Return the logits [S, V] of all tokens in rank 0, from [S, tokens of this rank] in each.
+
+        `vocab`: V of a head that has other tokens than the model.
+        """
+        rank, size = self.shard.rank, self.shard.size
+        ranges = [Shard(other, size).part(vocab or self._vocab) for other in range(size)]
+        padded = logits.new_empty((len(logits), max(map(len, ranges))))
         padded[:, : logits.shape[1]] = logits
-        gathered = [torch.empty_like(padded) for _ in self._ranges] if rank == 0 else []
+        gathered = [torch.empty_like(padded) for _ in ranges] if rank == 0 else []
         self._connected.gather([gathered] if rank == 0 else [], [padded]).wait()
         if rank != 0:
             return logits
-        return torch.cat(
-            [part[:, : len(tokens)] for part, tokens in zip(gathered, self._ranges, strict=True)], 1
-        )
+        return torch.cat([part[:, : len(tokens)] for part, tokens in zip(gathered, ranges, strict=True)], 1)
 
     def broadcast(self, values: Tensor) -> Tensor:
         """Return rank 0's values, of the same shape in each rank. Overwrites those of the others."""

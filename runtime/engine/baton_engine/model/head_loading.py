@@ -1,4 +1,8 @@
-"""Finds the draft head of a model, in its checkpoint or in one of the head's own, and loads the latter."""
+"""
+Finds the draft head of a model, in its checkpoint or in one of the head's own, and loads the latter.
+
+Each rank reads the whole checkpoint of a head, which has one layer, and keeps its part (`model.shards`).
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,10 @@ from torch import Tensor
 from baton_api.errors import SetupError
 from baton_engine.model import config as configuration
 from baton_engine.model.checkpoint import Checkpoint, read_json
+from baton_engine.model.cuts import Cut
 from baton_engine.model.safetensors import SafetensorsFolder
-from baton_engine.model.weights import HeadWeights, LayerWeights
+from baton_engine.model.shards import Shard
+from baton_engine.model.weights import HeadWeights, LayerWeights, Weights
 from baton_engine.spec import HeadSpec, ModelSpec
 
 SPECULATORS = "speculators_model_type"
@@ -25,8 +31,15 @@ WHOLE = 1 << 30
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 
+WHOLE_HEAD = Shard(0, 1)
+
 UNUSED = ("t2d", "rotary_emb.inv_freq")
 """Endings of tensors of EAGLE-3 heads that need not be read: `d2t` or the configuration says the same."""
+
+
+def head_of(spec: ModelSpec, checkpoint: Checkpoint, eagle3: Checkpoint | None) -> HeadSpec:
+    """Return the EAGLE-3 head in `eagle3`, or the MTP layer of the model. Raises SetupError."""
+    return mtp_head(spec, checkpoint) if eagle3 is None else eagle3_head(spec, eagle3)
 
 
 def mtp_head(spec: ModelSpec, checkpoint: Checkpoint) -> HeadSpec:
@@ -156,25 +169,65 @@ def _alone(layer: ModelSpec, window: int = WHOLE) -> ModelSpec:
     )
 
 
+def with_eagle3(
+    weights: Weights,
+    checkpoint: Checkpoint | None,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Shard = WHOLE_HEAD,
+) -> Weights:
+    """Return the weights of a model of `spec` with those of its head in `checkpoint`, if there is one."""
+    if checkpoint is None or spec.draft_head is None:
+        return weights
+    head = load_eagle3(checkpoint, spec.draft_head, spec, dtype, device, shard)
+    return replace(weights, draft_head=head)
+
+
 def load_eagle3(
-    checkpoint: Checkpoint, head: HeadSpec, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint,
+    head: HeadSpec,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Shard = WHOLE_HEAD,
 ) -> HeadWeights:
-    """Load the weights of a head for a model of `spec`, in `dtype`. Raises SetupError."""
+    """
+    Load the weights of a head for a model of `spec`, in `dtype`, or the part of them of one rank.
+
+    `head` and `spec` are of all ranks. Raises SetupError.
+    """
     source = _Tensors(checkpoint, dtype, device)
     layer, attention = head.layer, "midlayer.self_attn."
     n, d, vocab = layer.hidden, layer.head_dim, layer.vocab
     q, k = layer.heads * d, layer.kv_heads * d
-    rows = {"q_proj": q, "k_proj": k, "v_proj": k}
+    heads, kv_heads = (
+        range(part.start * d, part.stop * d)
+        for part in (shard.part(layer.heads), shard.kv_heads(layer.kv_heads))
+    )
+    inner = shard.part(layer.intermediate)
+    rows = {"q_proj": (q, heads), "k_proj": (k, kv_heads), "v_proj": (k, kv_heads)}
+
+    def part(name: str, count: int, kept: range, *inputs: int) -> Tensor:
+        return Cut(0, (kept,)).of(source.read(name, count, *inputs))
+
+    def columns(name: str, kept: range, count: int) -> Tensor:
+        return Cut(1, (kept,)).of(source.read(name, n, count)).contiguous()
+
+    def once(present: bool, name: str) -> Tensor | None:
+        """Return the bias of a partial sum, which only rank 0 adds."""
+        bias = source.read(name, n) if present else None
+        return bias if bias is None or shard.rank == 0 else torch.zeros_like(bias)
 
     def qkv(kind: str, *inputs: int) -> Tensor:
-        return torch.cat(
-            [source.read(f"{attention}{name}.{kind}", count, *inputs) for name, count in rows.items()]
-        )
+        return torch.cat([part(f"{attention}{name}.{kind}", *row, *inputs) for name, row in rows.items()])
 
     def gates(kind: str, *inputs: int) -> Tensor:
-        return torch.cat(
-            [source.read(f"midlayer.mlp.{name}.{kind}", f, *inputs) for name in ("gate_proj", "up_proj")]
-        )
+        names = ("gate_proj", "up_proj")
+        return torch.cat([part(f"midlayer.mlp.{name}.{kind}", f, inner, *inputs) for name in names])
+
+    def rows_of(name: str, tokens: int) -> Tensor:
+        return part(name, tokens, shard.part(tokens), n).contiguous()
 
     f, count = layer.intermediate, len(head.inputs)
     norms = {
@@ -196,17 +249,17 @@ def load_eagle3(
             qkv_bias=qkv("bias") if layer.qkv_bias else None,
             q_norm=None,
             k_norm=None,
-            output=source.read(f"{attention}o_proj.weight", n, q),
-            output_bias=source.read(f"{attention}o_proj.bias", n) if layer.output_bias else None,
+            output=columns(f"{attention}o_proj.weight", heads, q),
+            output_bias=once(layer.output_bias, f"{attention}o_proj.bias"),
             mlp_norm=source.read("midlayer.post_attention_layernorm.weight", n),
             gate_up=gates("weight", n),
             gate_up_bias=gates("bias") if layer.mlp_bias else None,
-            down=source.read("midlayer.mlp.down_proj.weight", n, f),
-            down_bias=source.read("midlayer.mlp.down_proj.bias", n) if layer.mlp_bias else None,
+            down=columns("midlayer.mlp.down_proj.weight", inner, f),
+            down_bias=once(layer.mlp_bias, "midlayer.mlp.down_proj.bias"),
         ),
         norm=source.read("norm.weight", n),
-        embedding=source.read("embed_tokens.weight", spec.vocab, n) if has_embedding else None,
-        head=source.read("lm_head.weight", vocab, n) if has_head else None,
+        embedding=rows_of("embed_tokens.weight", spec.vocab) if has_embedding else None,
+        head=rows_of("lm_head.weight", vocab) if has_head else None,
         tokens=source.tokens(vocab, spec.vocab),
     )
     source.check_rest()

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -17,7 +17,7 @@ from baton_engine.lending import Seat
 from baton_engine.model import native_decoder, stored_weights
 from baton_engine.model.checkpoint import Checkpoint, load_weights
 from baton_engine.model.decoder import Model, create_model
-from baton_engine.model.head_loading import load_eagle3
+from baton_engine.model.head_loading import with_eagle3
 from baton_engine.model.native_decoder import NativeDecoder
 from baton_engine.model.progress import Progress
 from baton_engine.model.stored_weights import Damaged, WeightsFile
@@ -105,9 +105,7 @@ def load_model(
             streamed=packs,
             lazy=True,
         )
-        if eagle3 is not None and spec.draft_head is not None:
-            weights = replace(weights, draft_head=load_eagle3(eagle3, spec.draft_head, spec, dtype, device))
-        summary = WeightsSummary(weights)
+        summary = WeightsSummary(with_eagle3(weights, eagle3, spec, dtype, device))
         model = create_model(spec, summary.weights, device, dtype, seat=seat)
         sizes = summary.formats
         log.info("Weights: %s", show_formats(sizes))

@@ -9,6 +9,10 @@ norm of all heads only the weights of the rank's heads: the ranks add what it ne
 Latent attention is divided by query heads: their projections, and the expansions of the latent. The latent is
 one key head, so each rank computes and holds it whole.
 
+A draft head is divided as a layer of the model. Its projection of states is in every rank. The states in KV
+blocks have as many parts as the key heads of the model have ranges, so that ranks with the same key head have
+the same part.
+
 Megatron-LM describes the scheme: https://arxiv.org/abs/1909.08053
 """
 
@@ -26,7 +30,7 @@ from baton_engine.model.families import BY_ARCHITECTURE
 from baton_engine.model.family import TensorNames
 from baton_engine.model.tensor_reader import TensorSource
 from baton_engine.quantized import Quantized
-from baton_engine.spec import ModelSpec
+from baton_engine.spec import HeadSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,15 @@ class Shard:
             kv_heads=len(self.kv_heads(model.kv_heads)),
             intermediate=model.intermediate // self.size,
             experts=experts,
+            draft_head=None if model.draft_head is None else self._head(model.draft_head, model),
         )
+
+    def _head(self, head: HeadSpec, model: ModelSpec) -> HeadSpec:
+        return replace(head, layer=self.spec(head.layer), state_parts=self.parts(model.kv_heads))
+
+    def parts(self, kv_heads: int) -> int:
+        """Return the number of different ranges of so many key heads that ranks have."""
+        return self.size // self.replicas(kv_heads)
 
 
 def _single(number: int) -> range:
@@ -76,6 +88,26 @@ def check_degree(spec: ModelSpec, size: int, name: str) -> None:
     raise SetupError(
         f"{flag} does not divide {name}: it has {_sizes(spec)}. Possible degrees: {', '.join(possible)}."
     )
+
+
+STATE_STEP = 4
+"""A rank's part of a state has a multiple of so many values: 8 bytes or more, which checksums need."""
+
+
+def check_head_degree(head: HeadSpec, spec: ModelSpec, size: int) -> None:
+    """Raise SetupError if `size` ranks, which can compute a model of `spec`, cannot compute `head`."""
+    layer, flag = head.layer, f"--tensor-parallel-size {size}"
+    if not _divides(layer, size):
+        raise SetupError(
+            f"{flag} does not divide the draft head ({head.kind}): it has {_sizes(layer)}. Choose a degree "
+            "that divides both, or --speculation ngram or off."
+        )
+    if layer.hidden % (STATE_STEP * Shard(0, size).parts(spec.kv_heads)):
+        raise SetupError(
+            f"{flag} does not divide the states of the draft head ({head.kind}): they have {layer.hidden} "
+            f"values, and each rank needs a multiple of {STATE_STEP}. Choose another degree, or "
+            "--speculation ngram or off."
+        )
 
 
 def _divides(spec: ModelSpec, size: int) -> bool:
@@ -130,13 +162,18 @@ def _cuts(spec: ModelSpec, shard: Shard) -> Iterator[tuple[str, Cut]]:
     rows = Cut(0, (shard.part(spec.vocab),))
     yield f"{names.embedding}.weight", rows
     yield f"{names.head}.weight", rows
-    for number in range(spec.layers):
-        prefix = names.layer.format(number)
+    for prefix in _prefixes(spec, names):
         for part, ranges in (_attention_rows(spec, names, shard) | _mlp_rows(spec, names, shard)).items():
             yield f"{prefix}{part}.weight", Cut(0, ranges)
             yield f"{prefix}{part}.bias", Cut(0, ranges)
         for part, columns in _columns(spec, names, shard):
             yield f"{prefix}{part}.weight", Cut(1, (columns,))
+
+
+def _prefixes(spec: ModelSpec, names: TensorNames) -> list[str]:
+    """Return the prefix of each layer's tensors, also of an MTP layer, which has the model's sizes."""
+    mtp = spec.draft_head is not None and spec.draft_head.kind == "mtp"
+    return [names.layer.format(number) for number in range(spec.layers + mtp)]
 
 
 def _attention_rows(spec: ModelSpec, names: TensorNames, shard: Shard) -> dict[str, tuple[range, ...]]:
@@ -184,9 +221,9 @@ def _added_once(spec: ModelSpec) -> Iterator[str]:
     """Yield the biases of partial sums, which only rank 0 adds."""
     names = BY_ARCHITECTURE[spec.architecture].tensors
     experts = range(spec.experts.count if spec.experts is not None else 0)
-    for number in range(spec.layers):
+    for prefix in _prefixes(spec, names):
         for part in (names.output, names.down, *(names.expert_down.format(expert) for expert in experts)):
-            yield f"{names.layer.format(number)}{part}.bias"
+            yield f"{prefix}{part}.bias"
 
 
 def _scaled(numbers: range, size: int) -> range:

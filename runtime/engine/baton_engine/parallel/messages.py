@@ -12,6 +12,8 @@ Messages between rank 0 and the other ranks of a worker, over a socket pair for 
       <------------------- PassCaptured
       DropPass ---------------------->    free it, because a rank has not captured it
       Forward, ReplayPass, Project -->    compute; results go through the group
+      ReserveDrafts, Draft,
+      KeepStates, SelectStates ------>    the same, of the draft head
       an `Order` -------------------->    transfer blocks, behind the passes that were sent before
       <---------------------- a `OrderReply`   with the number of the order
 
@@ -57,6 +59,10 @@ class Start(RankMessage, frozen=True):
     """`WorkerSettings.quantize`."""
     device: str
     threads: int
+    drafts: bool
+    """Whether the model has a draft head."""
+    eagle3: str
+    """The checkpoint of the head. Empty: it is that of the model."""
     store: str
     """File by which the ranks find each other."""
     timeout_s: float
@@ -100,15 +106,51 @@ class Forward(RankMessage, frozen=True):
 
     @classmethod
     def of(cls, batch: Batch, *, hidden: bool = False) -> Forward:
-        rows = [_row(row, batch.block_size) for row in batch.rows]
-        return cls(rows=rows, hidden=hidden, fed=batch.fed is not None)
+        return cls(rows=_rows(batch), hidden=hidden, fed=batch.fed is not None)
 
-    def batch_rows(self) -> list[BatchRow]:
-        rows = []
-        for row in self.rows:
-            table = np.frombuffer(row.blocks, dtype=np.int32)
-            rows.append(BatchRow(row.tokens, row.start, (), row.wanted, table=table))
-        return rows
+
+class Draft(RankMessage, frozen=True):
+    """Compute a pass of the draft head."""
+
+    rows: list[PassRow]
+    continues: bool
+    """`Batch.continues`: states are those of the last such pass."""
+
+    @classmethod
+    def of(cls, batch: Batch) -> Draft:
+        return cls(rows=_rows(batch), continues=batch.continues)
+
+
+class ReserveDrafts(RankMessage, frozen=True):
+    """`DraftHead.reserve`."""
+
+    rows: int
+
+
+class KeepStates(RankMessage, frozen=True):
+    """`DraftHead.keep`."""
+
+    rows: list[int]
+    blocks: list[int]
+
+
+class SelectStates(RankMessage, frozen=True):
+    """`DraftHead.select`."""
+
+    rows: list[int]
+
+
+def batch_rows(rows: list[PassRow]) -> list[BatchRow]:
+    """Return the rows of a batch from those of a message."""
+    tables = [np.frombuffer(row.blocks, dtype=np.int32) for row in rows]
+    return [
+        BatchRow(row.tokens, row.start, (), row.wanted, table=table)
+        for row, table in zip(rows, tables, strict=True)
+    ]
+
+
+def _rows(batch: Batch) -> list[PassRow]:
+    return [_row(row, batch.block_size) for row in batch.rows]
 
 
 def _row(row: BatchRow, block_size: int) -> PassRow:
@@ -121,17 +163,20 @@ class CapturePass(RankMessage, frozen=True):
     """Capture a decode pass of this many rows. Answered by `PassCaptured`."""
 
     rows: int
+    of_head: bool
+    """Whether it is a pass of the draft head."""
 
 
 class DropPass(RankMessage, frozen=True):
     """Free the captured pass of this many rows, if the rank has it."""
 
     rows: int
+    of_head: bool
 
 
 class ReplayPass(RankMessage, frozen=True):
     """
-    Compute a batch with a captured pass, in which rank 0 broadcasts the token ids.
+    Compute a batch with a captured pass. In those of the model, rank 0 broadcasts the token ids.
 
     Arrays are in this machine's byte order.
     """
@@ -144,17 +189,28 @@ class ReplayPass(RankMessage, frozen=True):
     """`Batch.values`, int64."""
     tables: bytes
     """`Batch.token_tables`, int32."""
+    state_blocks: bytes
+    """`Batch.token_state_blocks`, int64. Empty without a draft head."""
+    of_head: bool
 
     @classmethod
-    def of(cls, captured: int, batch: Batch) -> ReplayPass:
-        values, tables = batch.values.tobytes(), batch.token_tables.tobytes()
-        return cls(captured=captured, rows=batch.size, values=values, tables=tables)
+    def of(cls, captured: int, batch: Batch, *, states: bool, of_head: bool) -> ReplayPass:
+        return cls(
+            captured=captured,
+            rows=batch.size,
+            values=batch.values.tobytes(),
+            tables=batch.token_tables.tobytes(),
+            state_blocks=batch.token_state_blocks.tobytes() if states else b"",
+            of_head=of_head,
+        )
 
-    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Return `Batch.values` and `Batch.token_tables`, which may be written."""
+    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64] | None]:
+        """Return `Batch.values`, `token_tables` and `token_state_blocks`, which may be written."""
         values = np.frombuffer(bytearray(self.values), dtype=np.int64)
         tables = np.frombuffer(bytearray(self.tables), dtype=np.int32)
-        return values.reshape(3, self.rows), tables.reshape(self.rows, -1)
+        states = np.frombuffer(bytearray(self.state_blocks), dtype=np.int64)
+        of_states = states.reshape(2, self.rows) if len(states) else None
+        return values.reshape(3, self.rows), tables.reshape(self.rows, -1), of_states
 
 
 class Project(RankMessage, frozen=True):
@@ -290,7 +346,7 @@ class RankError(RankMessage, frozen=True):
 
 AnyOrder = OpenPool | ConnectPeer | DisconnectPeer | PullBlocks | SumBlocks | ServePeers | ClosePool
 AnyReply = OrderReply | OrderFailed | Opened | ReadEnded | Summed
-AnyPass = Forward | ReplayPass | Project
+AnyPass = Forward | ReplayPass | Project | Draft | ReserveDrafts | KeepStates | SelectStates
 AnyMessage = (
     Start
     | Loaded

@@ -23,9 +23,10 @@ class CaptureFailed(Exception):
 class ParallelPasses:
     """Implementation of `captured_passes.Passes`, on rank 0."""
 
-    def __init__(self, ranks: Ranks, rank0: CapturedPasses) -> None:
-        """`rank0` are the passes of rank 0, which begin with its token ids for all ranks."""
+    def __init__(self, ranks: Ranks, rank0: CapturedPasses, *, of_head: bool = False) -> None:
+        """`rank0` are the passes of rank 0: the model's, which begin with its token ids, or the head's."""
         self._ranks = ranks
+        self._of_head = of_head
         self._rank0 = rank0
         self._others_used = 0
 
@@ -35,7 +36,7 @@ class ParallelPasses:
 
     def capture(self, rows: int) -> int:
         """As `Passes`. Raises SetupError if a rank has ended or does not answer."""
-        self._post(CapturePass(rows=rows))
+        self._post(CapturePass(rows=rows, of_head=self._of_head))
         rank0 = captured(self._rank0, rows)
         others = self._ranks.replies(PassCaptured)
         reasons = [
@@ -48,14 +49,15 @@ class ParallelPasses:
         return max(rank0.used, self._others_used)
 
     def drop(self, rows: int) -> None:
-        self._post(DropPass(rows=rows))
+        self._post(DropPass(rows=rows, of_head=self._of_head))
         self._rank0.drop(rows)
 
     def fits(self, rows: int, batch: Batch) -> bool:
         return self._rank0.fits(rows, batch)
 
     def replay(self, rows: int, batch: Batch) -> Tensor:
-        return self._ranks.launch(ReplayPass.of(rows, batch), lambda: self._rank0.replay(rows, batch))
+        message = ReplayPass.of(rows, batch, states=self._rank0.states, of_head=self._of_head)
+        return self._ranks.launch(message, lambda: self._rank0.replay(rows, batch))
 
     def clear(self) -> None:
         """The graphs of other ranks end with their processes."""

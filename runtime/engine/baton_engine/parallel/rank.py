@@ -16,6 +16,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -31,7 +32,9 @@ from baton_engine.devices import free_bytes, taken_bytes
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder, Model, create_decoder
+from baton_engine.model.draft_head import DraftHead
 from baton_engine.model.group import Group
+from baton_engine.model.head_loading import head_of, with_eagle3
 from baton_engine.model.shards import Shard
 from baton_engine.model.weights import WeightsSummary
 from baton_engine.ops.choice import kept_formats
@@ -47,8 +50,10 @@ from baton_engine.parallel.messages import (
     Connected,
     ConnectPeer,
     DisconnectPeer,
+    Draft,
     DropPass,
     Forward,
+    KeepStates,
     Loaded,
     Opened,
     OpenPool,
@@ -60,10 +65,13 @@ from baton_engine.parallel.messages import (
     RankError,
     ReadEnded,
     ReplayPass,
+    ReserveDrafts,
+    SelectStates,
     ServePeers,
     Start,
     SumBlocks,
     Summed,
+    batch_rows,
 )
 from baton_engine.parallel.parallel_passes import captured
 from baton_engine.streams import Event
@@ -142,12 +150,14 @@ def _load(start: Start, device: torch.device) -> tuple[Group, Decoder, int, int]
     """Return the group, the model, the number of ranks with its key heads, and the bytes of its weights."""
     checkpoint, shard = Checkpoint(Path(start.checkpoint), start.name), Shard(start.rank, start.size)
     spec, dtype = load_spec(checkpoint).served_to(start.context), getattr(torch, start.dtype)
+    eagle3 = Checkpoint(Path(start.eagle3), Path(start.eagle3).name) if start.eagle3 else None
+    if start.drafts:
+        spec = replace(spec, draft_head=head_of(spec, checkpoint, eagle3))
     quantize, formats = kept_formats(start.quantize, spec, device, dtype, ranks=start.size)
-    summary = WeightsSummary(
-        load_weights(
-            checkpoint, spec, dtype, quantize=quantize, shard=shard, formats=formats, device=device, lazy=True
-        )
+    weights = load_weights(
+        checkpoint, spec, dtype, quantize=quantize, shard=shard, formats=formats, device=device, lazy=True
     )
+    summary = WeightsSummary(with_eagle3(weights, eagle3, spec, dtype, device, shard))
     group = Group(shard, spec.vocab, device)
     model = create_decoder(shard.spec(spec), summary.weights, device, dtype, group)
     return group, model, shard.replicas(spec.kv_heads), summary.formats.total()
@@ -161,14 +171,16 @@ class Rank:
         model: Decoder,
         group: Group,
         cache: KVCache,
-        passes: CapturedPasses,
+        passes: Callable[[bool], CapturedPasses],
         send: Callable[[AnyMessage], None],
     ) -> None:
-        """`model` and `cache` are the rank's part."""
+        """`model` and `cache` are the rank's part. `passes` creates those of the model, or of its head."""
         self._model = model
         self._group = group
         self._cache = cache
-        self._passes = passes
+        self._create_passes = passes
+        self._passes: dict[bool, CapturedPasses] = {}
+        """Captured ones by whether they are of the head."""
         self._send = send
         self._orders = RankOrders(cache, send)
 
@@ -178,9 +190,11 @@ class Rank:
         device = cache.kv.device
         match message:
             case ReplayPass():
-                self._passes.replay_values(message.captured, *message.arrays())
+                values, tables, states = message.arrays()
+                passes = self._passes_of(message.of_head)
+                passes.replay_values(message.captured, values, tables, state_blocks=states)
             case Forward():
-                batch = Batch(message.batch_rows(), cache.block_size, device)
+                batch = Batch(batch_rows(message.rows), cache.block_size, device)
                 if message.fed:
                     ids = torch.empty(batch.size, dtype=torch.int64, device=device)
                     batch.feed(self._group.broadcast(ids))
@@ -194,11 +208,33 @@ class Rank:
             case Order():
                 self._orders.begin(message)
             case CapturePass():
-                self._send(captured(self._passes, message.rows))
+                self._send(captured(self._passes_of(message.of_head), message.rows))
             case DropPass():
-                self._passes.drop(message.rows)
+                self._passes_of(message.of_head).drop(message.rows)
+            case Draft():
+                batch = Batch(batch_rows(message.rows), cache.block_size, device)
+                if message.continues:
+                    batch.continue_states()
+                _head(model).forward(batch, cache)
+            case ReserveDrafts():
+                _head(model).reserve(message.rows)
+            case KeepStates():
+                _head(model).keep(message.rows, message.blocks, cache)
+            case SelectStates():
+                _head(model).select(message.rows)
             case _:
                 raise ValueError(f"unexpected message {type(message).__name__}")
+
+    def _passes_of(self, of_head: bool) -> CapturedPasses:
+        """Return the captured passes. Those of the head are created last, and do not count the model's."""
+        if of_head not in self._passes:
+            self._passes[of_head] = self._create_passes(of_head)
+        return self._passes[of_head]
+
+
+def _head(model: Decoder) -> DraftHead:
+    assert model.drafts is not None, "the model has no draft head"
+    return model.drafts
 
 
 def rank_of(
@@ -209,8 +245,13 @@ def rank_of(
     taken: Callable[[], int],
     send: Callable[[AnyMessage], None],
 ) -> Rank:
-    """Return the rank with its captured passes, which begin with the tokens of rank 0, as rank 0's do."""
-    passes = CapturedPasses(model, cache, context, taken, share=group.broadcast)
+    """Return the rank. The captured passes of its model begin with the tokens of rank 0, as rank 0's do."""
+
+    def passes(of_head: bool) -> CapturedPasses:
+        if of_head:
+            return CapturedPasses(_head(model), cache, context, taken)
+        return CapturedPasses(model, cache, context, taken, share=group.broadcast)
+
     return Rank(model, group, cache, passes, send)
 
 

@@ -124,6 +124,7 @@ class PassWatch:
 
 
 Expected = TypeVar("Expected")
+Result = TypeVar("Result")
 
 TIMEOUT_S = 60.0
 """Maximum seconds that a rank waits for another one in an operation. All ranks compute equal parts."""
@@ -246,7 +247,7 @@ class Ranks:
         if self._failed.is_set():
             on_failure(self._failure)
 
-    def launch(self, message: AnyPass, launch_part: Callable[[], Tensor]) -> Tensor:
+    def launch(self, message: AnyPass, launch_part: Callable[[], Result]) -> Result:
         """
         Send `message` to all other ranks, and launch rank 0's part. Raises RankFailed.
 
@@ -499,9 +500,6 @@ def _name(dtype: torch.dtype) -> str:
 
 def _least(values: list[int | None]) -> int | None:
     return min((value for value in values if value is not None), default=None)
-
-
-Result = TypeVar("Result")
 
 
 class Orders(Protocol):

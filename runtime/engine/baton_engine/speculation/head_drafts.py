@@ -10,25 +10,34 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable
-
-import numpy as np
+from typing import Protocol
 
 from baton_engine.batch import Batch, BatchRow
 from baton_engine.captured_passes import PassModel
 from baton_engine.kv.cache import KVCache
-from baton_engine.model.draft_head import DraftHead
 from baton_engine.sampling import sampler
 from baton_engine.scheduling.sequence import Sequence
 from baton_engine.speculation.acceptance import judge, state_of
 from baton_engine.speculation.costs import PassTimes
-from baton_engine.streams import copied
+
+
+class StateKeeper(Protocol):
+    """What holds the states of a head: a `DraftHead`, or those of all ranks."""
+
+    def keep(self, rows: abc.Sequence[int], blocks: abc.Sequence[int], cache: KVCache) -> None:
+        """Make results `rows` of the last pass the states of `blocks`: later tokens were rejected."""
+        ...
+
+    def select(self, rows: abc.Sequence[int]) -> None:
+        """Keep these rows of the last pass of the head for the next one."""
+        ...
 
 
 class HeadDrafts:
     """Computes drafts on the engine's thread."""
 
     def __init__(
-        self, head: DraftHead, passes: PassModel, cache: KVCache, clock: Callable[[], float]
+        self, head: StateKeeper, passes: PassModel, cache: KVCache, clock: Callable[[], float]
     ) -> None:
         """`passes` computes those of `head`: itself, or captured ones."""
         self._head = head
@@ -84,7 +93,7 @@ class HeadDrafts:
             if not growing:
                 break
             if len(growing) < len(live):
-                self._head.select(copied(np.array(growing), device))
+                self._head.select(growing)
                 live = [live[row] for row in growing]
         done = {sequence: tuple(draft) for sequence, draft in drafts.items() if draft}
         for sequence, draft in done.items():
@@ -94,5 +103,4 @@ class HeadDrafts:
 
     def keep(self, rows: abc.Sequence[int], blocks: abc.Sequence[int]) -> None:
         """Make results `rows` of the last pass the states of `blocks`: later tokens were rejected."""
-        places = copied(np.array([rows, blocks]), self._cache.kv.device)
-        self._head.keep(places[0], places[1], self._cache)
+        self._head.keep(rows, blocks, self._cache)

@@ -12,7 +12,7 @@ from baton_api.workers import Role
 from baton_engine.lending import Seat
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights, read_json
 from baton_engine.model.decoder import Model, create_model
-from baton_engine.model.head_loading import eagle3_head, is_eagle3, mtp_head
+from baton_engine.model.head_loading import head_of, is_eagle3
 from baton_engine.model.progress import Progress
 from baton_engine.model.resolve import resolve
 from baton_engine.model.weights import WeightsSummary, show_formats
@@ -56,13 +56,13 @@ def with_head(
     their blocks. Raises SetupError if there is no head, or it does not fit the model.
     """
     if settings.speculation not in ("mtp", "eagle3"):
-        if settings.speculation == "auto" and spec.draft_layers and settings.tensor_parallel_size == 1:
+        if settings.speculation == "auto" and spec.draft_layers:
             log.info("%s declares an MTP layer: with --speculation mtp, drafts come from it", checkpoint.name)
         return spec, None
     own = resolve(settings.draft_model, progress) if settings.speculation == "eagle3" else None
-    head = mtp_head(spec, checkpoint) if own is None else eagle3_head(spec, own)
+    head = head_of(spec, checkpoint, own)
     log.info("Draft head: %s", head)
-    if device.type == "cpu" and support.supports(spec, dtype):
+    if device.type == "cpu" and settings.tensor_parallel_size == 1 and support.supports(spec, dtype):
         log.warning(
             "--speculation %s is slower than none on a CPU: its kernels compute no draft heads, so torch "
             "computes the model. Use --speculation auto.",

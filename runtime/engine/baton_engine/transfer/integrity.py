@@ -81,9 +81,13 @@ def _contents(cache: KVCache, blocks: Sequence[int]) -> Iterator[NDArray[np.uint
 def _word_checksums(cache: KVCache, blocks: Sequence[int]) -> list[int]:
     with cache.streams.side_stream():
         words = cache.kv.view(cache.blocks, -1).view(torch.int64)
-        of_plane = words.shape[1] // cache.planes
-        layout = of_plane, of_plane * cache.parts, of_plane * cache.part
-        sums = _sums_of(words, blocks, layout).tolist()
+        total, start = words.new_zeros(len(blocks)), 0
+        for section in cache.sections:
+            of_plane, end = section.plane_bytes // 8, start + section.bytes // 8
+            layout = of_plane, of_plane * cache.parts, start * cache.parts + of_plane * cache.part
+            total += _sums_of(words[:, start:end], blocks, layout)
+            start = end
+        sums = total.tolist()
     return [value % 2**64 for value in sums]
 
 

@@ -57,7 +57,7 @@ class LoopbackTransfer:
                 "No worker of this process has this metadata: --transfer loopback supports only workers in "
                 "one process. Start both workers with --transfer nixl."
             )
-        check_pools(self.pools, pools, self._cache.whole_kv_heads)
+        check_pools(self.pools, pools, self._cache.divisible_heads)
         if pools != worker.pools:
             raise TransferFailed(f"The pools of {worker._agent} differ from those that the peer announced.")
         self._peers[worker._agent] = metadata

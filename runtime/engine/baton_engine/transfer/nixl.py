@@ -93,7 +93,7 @@ class NixlAgent:
 
     def prepare(self, peer: str, pools: tuple[PoolLayout, ...]) -> _Blocks:
         (pool,) = pools
-        common = common_pieces(self._pool, self._cache.parts, pool, self._cache.planes)
+        common = common_pieces(self._pool, self._cache.parts, pool, self._cache.sections)
         try:
             return _Blocks(peer, pool, common, self._prepare(peer, pool))
         except self._errors as error:
@@ -121,18 +121,21 @@ class NixlAgent:
         common = theirs.common
         return self._agent.initialize_xfer(
             "READ",
-            self._described(local, self._pool, common.ours, common.size),
-            self._described(remote, theirs.pool, common.theirs, common.size),
+            self._described(local, self._pool, common.ours, common.sizes),
+            self._described(remote, theirs.pool, common.theirs, common.sizes),
             theirs.peer,
             backends=["UCX"],
         )
 
-    def _described(self, blocks: Sequence[int], pool: PoolLayout, offsets: Sequence[int], size: int) -> Any:
+    def _described(
+        self, blocks: Sequence[int], pool: PoolLayout, offsets: Sequence[int], sizes: Sequence[int]
+    ) -> Any:
         """Return descriptors of the pieces at `offsets` of `blocks`, piece by piece."""
         starts = np.array(blocks, dtype=np.uint64) * np.uint64(pool.block_bytes) + np.uint64(pool.address)
         rows = np.empty((len(offsets), len(blocks), 3), dtype=np.uint64)  # address, bytes, device
         rows[:, :, 0] = starts + np.array(offsets, dtype=np.uint64)[:, None]
-        rows[:, :, 1:] = size, pool.device
+        rows[:, :, 1] = np.array(sizes, dtype=np.uint64)[:, None]
+        rows[:, :, 2] = pool.device
         return self._agent.get_xfer_descs(rows.reshape(-1, 3), pool.memory)
 
     def post(self, handle: Any) -> bool:

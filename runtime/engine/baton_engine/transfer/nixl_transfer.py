@@ -99,7 +99,7 @@ class NixlTransfer:
         return self._pools
 
     async def connect(self, metadata: bytes, pools: tuple[PoolLayout, ...], epoch: str) -> Peer:
-        check_pools(self._pools, pools, self._cache.whole_kv_heads)
+        check_pools(self._pools, pools, self._cache.divisible_heads)
         sealed = split_sealed(metadata, len(pools))
         peer = Peer(await asyncio.wrap_future(self._rank0.connect(sealed, pools, epoch)), pools)
         if self._others is not None:

@@ -4,6 +4,7 @@ How ranks divide the KV blocks of a worker, and the pieces in which workers of a
 Each rank has an equal range of the key heads. Its part of a block is `[plane, head, slot, dim]`. A plane has
 the keys or the values of a layer, or its latents, which are one head. Workers with as many ranges exchange
 whole parts. Otherwise a piece is a range of heads in one plane, small enough to be in one pool on both sides.
+The state of a draft head is a plane of its own, and so is unused memory (`kv.cache.Section`).
 
 If there are more ranks than key heads, adjacent ranks have the same range. A rank reads each range from one
 of them: rank r from rank r, if both workers have as many ranks.
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton_api.messages import PoolLayout
-from baton_engine.kv.cache import KVCache
+from baton_engine.kv.cache import KVCache, Section
 
 DRAM, VRAM = "DRAM", "VRAM"
 
@@ -25,8 +26,8 @@ DRAM, VRAM = "DRAM", "VRAM"
 class CommonPieces:
     """Parts of each block that a rank of this worker and one of a peer both have."""
 
-    size: int
-    """Bytes of a piece."""
+    sizes: tuple[int, ...]
+    """Bytes of each piece."""
     ours: tuple[int, ...]
     """Offsets of the pieces after the block's start in this worker's pool."""
     theirs: tuple[int, ...]
@@ -34,30 +35,36 @@ class CommonPieces:
 
     @property
     def bytes(self) -> int:
-        return self.size * len(self.ours)
+        return sum(self.sizes)
 
 
-def common_pieces(ours: PoolLayout, parts: int, theirs: PoolLayout, planes: int) -> CommonPieces:
+def common_pieces(
+    ours: PoolLayout, parts: int, theirs: PoolLayout, sections: Sequence[Section]
+) -> CommonPieces:
     """
     Return the common pieces of two pools. The list is empty if their ranks have different key heads.
 
-    `parts` is the number of ranges of key heads of this worker. That of the peer follows from the size of its
-    part. The heads must be divisible by the least common multiple of both.
+    `parts` is the number of ranges of key heads of this worker, and `sections` are those of a rank's blocks.
+    The number of the peer follows from the size of its part. The heads must be divisible by the least common
+    multiple of both.
     """
     peers = ours.block_bytes * parts // theirs.block_bytes
     ranges = math.lcm(parts, peers)
-    size = ours.block_bytes * parts // (planes * ranges)
     our_count, their_count = ranges // parts, ranges // peers
     our_first = ours.rank // ours.replicas * our_count
     their_first = theirs.rank // theirs.replicas * their_count
     common = range(max(our_first, their_first), min(our_first + our_count, their_first + their_count))
-    return CommonPieces(
-        size,
-        tuple((plane * our_count + heads - our_first) * size for plane in range(planes) for heads in common),
-        tuple(
-            (plane * their_count + heads - their_first) * size for plane in range(planes) for heads in common
-        ),
-    )
+    pieces: list[tuple[int, int, int]] = []
+    start = 0  # of the section, in the whole block
+    for section in sections:
+        size = section.plane_bytes // our_count
+        for plane in range(section.planes):
+            our_start = start // parts + (plane * our_count - our_first) * size
+            their_start = start // peers + (plane * their_count - their_first) * size
+            pieces += [(size, our_start + heads * size, their_start + heads * size) for heads in common]
+        start += section.bytes * parts
+    sizes, our_offsets, their_offsets = zip(*pieces, strict=True) if pieces else ((), (), ())
+    return CommonPieces(sizes, our_offsets, their_offsets)
 
 
 def sources(ours: PoolLayout, ranks: int, theirs: Sequence[PoolLayout]) -> list[PoolLayout]:

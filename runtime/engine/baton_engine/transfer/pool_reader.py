@@ -65,7 +65,7 @@ class PoolReader:
         agents: dict[str, int] = {}
         try:
             for pool in sources(self.pool, self._cache.ranks, pools):
-                common = common_pieces(self.pool, self._cache.parts, pool, self._cache.planes)
+                common = common_pieces(self.pool, self._cache.parts, pool, self._cache.sections)
                 plain, host_id = unseal(sealed[pool.rank], self._agent.wire)
                 near = host_id == self._agent.host_id != ""
                 agents[self._reader.connect(plain, (pool,), epoch, near)] = common.bytes

@@ -16,15 +16,16 @@ TILE = 8 * CHUNK
 
 @triton.jit
 def _mixed_sums(
-    words, blocks, sums, size, run, stride, begin, key, first, second, TILE: tl.constexpr, CHUNK: tl.constexpr
-):
+    words, blocks, sums, size, words_stride, run, stride, begin, key, first, second,
+    TILE: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
     block = tl.load(blocks + tl.program_id(0)).to(tl.int64)
     start = tl.program_id(1) * TILE
     total = tl.zeros((CHUNK,), dtype=tl.uint64)
     for step in range(TILE // CHUNK):
         at = start + step * CHUNK + tl.arange(0, CHUNK)
         inside = at < size
-        word = tl.load(words + block * size + at, mask=inside, other=0).to(tl.uint64, bitcast=True)
+        word = tl.load(words + block * words_stride + at, mask=inside, other=0).to(tl.uint64, bitcast=True)
         position = at // run * stride + begin + at % run + 1
         x = word ^ (position.to(tl.uint64) * key.to(tl.uint64))
         x = (x ^ (x >> 30)) * first.to(tl.uint64)
@@ -40,13 +41,14 @@ def mixed_sums(
     """
     Return the sums [B] int64 of `integrity.word_sums` of rows `blocks` [B] of `words` [blocks, W] int64.
 
-    `keys` are signed: the factor of positions, and those of the two multiplications. `layout` are
-    `integrity.WordLayout`.
+    Rows may be parts of longer ones. `keys` are signed: the factor of positions, and those of the two
+    multiplications. `layout` are `integrity.WordLayout`.
     """
     size = words.shape[1]
     sums = torch.empty((len(blocks), triton.cdiv(size, TILE)), dtype=torch.int64, device=words.device)
     if len(blocks):
+        sizes = size, words.stride(0)
         _mixed_sums[tuple(sums.shape)](
-            words, blocks, sums, size, *layout, *keys, TILE=TILE, CHUNK=CHUNK, enable_fp_fusion=True
+            words, blocks, sums, *sizes, *layout, *keys, TILE=TILE, CHUNK=CHUNK, enable_fp_fusion=True
         )
     return sums.sum(1)
