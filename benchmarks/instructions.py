@@ -4,16 +4,19 @@ Instructions of a router's process for each request, counted by valgrind.
     apt-get install valgrind
     python -m benchmarks.instructions --cases plain:short:300,plain:short:whole --tree . --tree ../before
 
-The count of a case differs by 1 to 3 % between two runs, on a machine however busy, where processor time
-differs by 15 %. It leaves out the kernel and what waits for memory, so it shows changes and no speed. Each
-`--tree` is a checkout, whose router runs in this Python. One client sends its requests one after the other,
-after some that are not counted. Cases are those of `benchmarks.router`, before workers that both compute and
-generate.
+The count leaves out the kernel and what waits for memory, so it shows changes and no speed. Each `--tree` is
+a checkout, whose router runs in this Python. One client sends its requests one after the other, after some
+that are not counted. Cases are those of `benchmarks.router`.
+
+Only requests are counted: what the router does every so often, such as health checks, it does once here. A
+request takes fifty times as long under valgrind, and longer still on a busy machine: as much of the count
+would be of that as of requests.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import re
 import socket
@@ -21,11 +24,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from benchmarks import mock_worker, router_load
 from benchmarks.answering import until_answering
-from benchmarks.mock_worker import PLAIN_PORTS
-from benchmarks.router import OTHER_CORE, answer_tokens
+from benchmarks.router import COMMANDS, OTHER_CORE, answer_tokens, command
 
 PORT = 31_950
 UNCOUNTED = 20
@@ -33,6 +36,9 @@ UNCOUNTED = 20
 
 START_S, ANSWER_S = 600.0, 120.0
 """Valgrind takes fifty times as long."""
+
+LEAST_SLEEP_S = 3600.0
+"""Between two runs of what the router does every so often."""
 
 PARTS = ("api", "cli", "router")
 """Folders of a checkout that a router is made of."""
@@ -65,12 +71,26 @@ def whole(answer: bytes) -> bool:
     return answer.endswith(b"\r\n0\r\n\r\n")
 
 
+def serve(arguments: list[str]) -> None:
+    """Run `baton` with these arguments; what it does every so often it does only once."""
+    from baton_cli.main import main
+
+    sleep = asyncio.sleep
+
+    async def sleep_long(delay: float, result: Any = None) -> Any:
+        return await sleep(max(delay, LEAST_SLEEP_S) if delay else 0, result)
+
+    asyncio.sleep = sleep_long  # this module is all that the process runs
+    main(arguments)
+
+
 def count(tree: Path, case: str, requests: int, folder: Path) -> int:
     """Return the instructions of one request."""
-    _, prompt, _ = case.split(":")
+    mode, prompt, _ = case.split(":")
     tokens, log, output = answer_tokens(case), folder / "router.log", folder / "counts"
-    router = [sys.executable, "-m", "baton_cli.main", "router", "--port", str(PORT)]
-    router += [f"--decode=http://127.0.0.1:{port}" for port in PLAIN_PORTS]
+    _, _, _, *arguments = command(COMMANDS["baton"][mode], PORT)
+    arguments.append(f"--health-interval-s={ANSWER_S:g}")  # the limit of the only check, too
+    router = [sys.executable, "-m", "benchmarks.instructions", "--serve", *arguments]
     with log.open("wb") as written:
         process = subprocess.Popen(
             ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={output}", *router],
@@ -94,8 +114,8 @@ def count(tree: Path, case: str, requests: int, folder: Path) -> int:
             control("--instr=off")
             control("--dump")
     finally:
-        process.terminate()
-        process.wait(60)
+        process.kill()  # its end would wait for a sleep
+        process.wait()
     totals = (int(total) for file in folder.glob("counts*") for total in _TOTAL.findall(file.read_text()))
     return max(totals) // requests
 
@@ -105,7 +125,11 @@ def main() -> None:
     parser.add_argument("--cases", default="plain:short:whole,plain:short:300")
     parser.add_argument("--tree", type=Path, action="append", help="a checkout; several are compared")
     parser.add_argument("--requests", type=int, default=10)
+    parser.add_argument("--serve", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.serve:
+        serve(options.serve)
+        return
     trees: list[Path] = options.tree or [Path()]
     print(f"| case | {' | '.join(map(str, trees))} |\n|---|{'---|' * len(trees)}")
     for case in options.cases.split(","):

@@ -25,15 +25,13 @@ import httptools
 import uvloop
 
 from baton_api import headers
+from baton_api.prompt_report import PromptReport
 from baton_api.stream_comments import Beginning, begin_line, tokens_line
 
 PREFILL_PORTS, DECODE_PORTS = (9101, 9102), (9103, 9104)
 PLAIN_PORTS = (9105, 9106, 9107, 9108)
 STEP_S = 0.005
 """Seconds between two tokens of a stream."""
-
-REPORT = b"tokens=%d;cached=%d;held=0;queue_s=0.000000;compute_s=%.6f;transfer_s=0.000100;remote=%d;tail="
-"""Report of Baton's workers about a prompt, so that the router learns as much as from real ones."""
 
 BYTES_PER_TOKEN = 4
 OWN_BYTES = 200
@@ -88,6 +86,22 @@ WHOLE_HEAD = (
 RESPONSE_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nx-baton-prompt: %b\r\n"
 _MAX_TOKENS = re.compile(rb'"max_(?:completion_)?tokens":(\d+)')
 _numbers = itertools.count()
+
+
+@lru_cache(1024)
+def prompt_report(tokens: int, cached: int, remote: bool) -> bytes:
+    """What Baton's workers say of a prompt, so that the router learns as much as from real ones."""
+    compute_s = COMPUTE_S + (tokens - cached) * TOKEN_S
+    report = PromptReport(
+        tokens=tokens,
+        cached=cached,
+        held=0,
+        queue_s=0.0,
+        compute_s=compute_s,
+        transfer_s=1e-4,
+        remote=remote,
+    )
+    return report.encode().encode()
 
 
 @lru_cache(1024)
@@ -176,7 +190,7 @@ class MockWorker(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._body: list[bytes] = []
         self._path = b""
-        self._remote, self._follows = 0, False
+        self._remote, self._follows = False, False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._holding.discard(self)
@@ -189,7 +203,7 @@ class MockWorker(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if name == headers.PREFILL.encode():
-            self._remote = 1
+            self._remote = True
         elif name == headers.RESUMABLE.encode():
             self._follows = True
 
@@ -204,13 +218,11 @@ class MockWorker(asyncio.Protocol):
                 self._release()
             self._transport.write(self._pages.get(self._path, self._other))
         self._body.clear()
-        self._path, self._remote, self._follows = b"", 0, False
+        self._path, self._remote, self._follows = b"", False, False
 
     def _answer(self, body: bytes) -> None:
         tokens = len(body) // BYTES_PER_TOKEN + 1
-        cached = self._cached_tokens(body, tokens)
-        compute_s = COMPUTE_S + (tokens - cached) * TOKEN_S
-        report = REPORT % (tokens, cached, compute_s, self._remote)
+        report = prompt_report(tokens, self._cached_tokens(body, tokens), self._remote)
         fields = (body[:200] + body[-500:]).replace(b" ", b"")  # routers may order them as they like
         if self._path.endswith(b"/render"):
             self._transport.write(rendered(tokens))

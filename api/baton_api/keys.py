@@ -189,13 +189,13 @@ def with_authorization(given: list[tuple[bytes, bytes]]) -> list[tuple[bytes, by
     >>> with_authorization([(b"x-api-key", b"k")])
     [(b'authorization', b'Bearer k')]
     """
-    key = next((value for name, value in given if name == API_KEY), None)
-    if key is None:
+    keys = [key for name, key in given if name == API_KEY]
+    if not keys:
         return given
     others = [header for header in given if header[0] != API_KEY]
     if any(name == AUTHORIZATION for name, _ in others):
         return others
-    return [*others, (AUTHORIZATION, b"Bearer " + key)]
+    return [*others, (AUTHORIZATION, b"Bearer " + keys[0])]
 
 
 def read_file(path: Path) -> tuple[KeyDigest, ...]:

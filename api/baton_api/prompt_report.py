@@ -7,11 +7,11 @@ router corrects its state of the worker with it. Clients can read it too.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import re
-from dataclasses import dataclass
 from typing import Self
+
+import msgspec
 
 
 class Fallback(enum.StrEnum):
@@ -45,8 +45,7 @@ class Fallback(enum.StrEnum):
     """The decode worker failed while it fetched the prompt. Its log has the exception."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptReport:
+class PromptReport(msgspec.Struct, frozen=True, kw_only=True):
     """The report of one prompt."""
 
     tokens: int
@@ -76,7 +75,7 @@ class PromptReport:
         """The report with `cached`, if the end of the answer reported it and the beginning did not."""
         if cached is None or self.cached is not None:
             return self
-        return dataclasses.replace(self, cached=min(cached, self.tokens))
+        return msgspec.structs.replace(self, cached=min(cached, self.tokens))
 
     def encode(self) -> str:
         """
@@ -116,7 +115,7 @@ def _shown(value: float | str) -> str:
     return f"{value:.6f}" if isinstance(value, float) else str(int(value))
 
 
-_NAMES = tuple(field.name for field in dataclasses.fields(PromptReport) if field.name != "estimated")
+_NAMES = tuple(name for name in PromptReport.__struct_fields__ if name != "estimated")
 
 _HEADER = re.compile(
     r"tokens=([0-9]{1,9});cached=([0-9]{1,9});held=([0-9]{1,9});"

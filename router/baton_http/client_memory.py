@@ -64,6 +64,8 @@ class BodyMemory:
 
     def belongs_to(self, tenant: str) -> None:
         """Count what it uses, and will use, for this tenant. Raises Overloaded beyond its share."""
+        if tenant == self.tenant:
+            return
         used = self.used
         self.use(0)
         self.tenant = tenant

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -270,7 +269,7 @@ def test_count_of_cached_tokens_at_the_end_of_the_answer_is_early_enough() -> No
         placement = cluster.send(cluster.prompt)
         cluster.now += seconds
         unknown = cluster.report(placement, 0, seconds)
-        unknown = dataclasses.replace(unknown, cached=None)
+        unknown = msgspec.structs.replace(unknown, cached=None)
         cluster.planner.began(placement, unknown, cluster.now)
         assert (restore.seconds(1_000, 0.0), computing.measurements) == before
         cluster.planner.release(placement, cluster.now, complete=True, cached=cached)

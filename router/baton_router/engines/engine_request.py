@@ -92,6 +92,48 @@ class EngineRequest:
     seconds.
     """
 
+    # Set by the driver.
+    options: object = None
+    """The members of the body that the engine reads."""
+    decode_sent = 0.0
+    prefill_s = 0.0
+    """Seconds until the prefill worker's answer; 0 without one."""
+    prompt_tokens = 0
+    """Tokens of the prompt, as the prefill worker reports; 0 without one."""
+    cached: int | None = None
+    """Cached tokens of the prompt; None if unknown."""
+    tail = ""
+    """Name of the prompt's last full block, as in `PromptReport`."""
+    fallback: Fallback | None = None
+    """Why the decode worker computes the prompt although the grant has a prefill worker."""
+    prefill_task: asyncio.Task[None] | None = None
+    """The prefill worker's half, where both workers get the request at once."""
+    prefill_lost = ""
+    """The cause for which that half failed; empty if it did not."""
+
+    exchange: UpstreamExchange | None = None
+    """With the worker that has the request now, so that a timeout can end it."""
+    events: EventStream | None = None
+    """The stream, if the response is one whose end can be detected."""
+    ended = False
+    """Whether the last piece returned is the end of the response."""
+    report: PromptReport | None = None
+    """The worker's report of the prompt, once the response has begun."""
+    prefill_refuses = False
+    """Whether the prefill worker was found to be gone after the decode worker was lost."""
+    lost = False
+    """Whether a worker was lost with it."""
+    tokens = 0
+    """Tokens of the response, as the worker reports, once it is closed; 0 if it does not."""
+    charged = AnswerUsage(0, 0)
+    """Tokens that count for the tenant, once it is closed."""
+    _sent = False
+    _began = False
+    _usage: AnswerUsage | None = None
+    """Of a complete response, if it says so."""
+    _closed = False
+    _sink: Sink | None = None
+
     def __init__(
         self,
         request: InferenceRequest,
@@ -113,48 +155,8 @@ class EngineRequest:
         self.started = clock()
         self._driver = driver
         self._picker = picker
-
-        # Set by the driver.
-        self.options: object = None
-        """The members of the body that the engine reads."""
-        self.decode_sent = 0.0
-        self.prefill_s = 0.0
-        """Seconds until the prefill worker's answer; 0 without one."""
-        self.prompt_tokens = 0
-        """Tokens of the prompt, as the prefill worker reports; 0 without one."""
-        self.cached: int | None = None
-        """Cached tokens of the prompt; None if unknown."""
-        self.tail = ""
-        """Name of the prompt's last full block, as in `PromptReport`."""
-        self.fallback: Fallback | None = None
-        """Why the decode worker computes the prompt although the grant has a prefill worker."""
-        self.prefill_task: asyncio.Task[None] | None = None
-        """The prefill worker's half, where both workers get the request at once."""
-        self.prefill_lost = ""
-        """The cause for which that half failed; empty if it did not."""
-
-        self.exchange: UpstreamExchange | None = None
-        """With the worker that has the request now, so that a timeout can end it."""
-        self.events: EventStream | None = None
-        """The stream, if the response is one whose end can be detected."""
-        self.ended = False
-        """Whether the last piece returned is the end of the response."""
-        self.report: PromptReport | None = None
-        """The worker's report of the prompt, once the response has begun."""
-        self.prefill_refuses = False
-        """Whether the prefill worker was found to be gone after the decode worker was lost."""
-        self.lost = False
-        """Whether a worker was lost with it."""
-        self.charged = AnswerUsage(0, 0)
-        """Tokens that count for the tenant, once it is closed."""
-        self._sent = False
-        self._began = False
-        self._usage: AnswerUsage | None = None
-        """Of a complete response, if it says so."""
         self._tail = bytearray()
         """The end of a response that is not a stream, which has its usage."""
-        self._closed = False
-        self._sink: Sink | None = None
 
     async def open(self) -> bytes:
         """Send the request; returns the first part of the response. Raises UpstreamLost."""
@@ -277,20 +279,14 @@ class EngineRequest:
     @property
     def accepted(self) -> bool:
         """Whether the worker handled the request, be it to reject an invalid one."""
-        return self.status < FAILED and self.status not in BUSY
+        status = self.status
+        return status < FAILED and status not in BUSY
 
     @property
     def prefill_crashed(self) -> bool:
         """Whether the prefill worker died with the request, so that the decode worker computed the prompt."""
         reported = self.report is not None and self.report.fallback == Fallback.LOST
         return self.prefill_refuses or reported or self.fallback is Fallback.LOST
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the response so far, as the worker reports; 0 if it does not."""
-        if self.events is not None:
-            return self.events.tokens
-        return (self._usage.generated if self._usage is not None else usage_tokens(bytes(self._tail))) or 0
 
     @property
     def status(self) -> int:
@@ -312,6 +308,7 @@ class EngineRequest:
         if self._closed:
             return
         self._closed = True
+        self.tokens = self._reported_tokens()
         self.charged = self._charge()
         if self.prefill_task is not None:
             self.prefill_task.cancel()
@@ -327,6 +324,11 @@ class EngineRequest:
             self.report = self.report.completed(cached)
         end = RequestEnd(complete=complete, tokens=tokens, cached=cached, charged=sum(self.charged))
         self._picker.release(self.grant, end)
+
+    def _reported_tokens(self) -> int:
+        if self.events is not None:
+            return self.events.tokens
+        return (self._usage.generated if self._usage is not None else usage_tokens(bytes(self._tail))) or 0
 
     def _charge(self) -> AnswerUsage:
         """

@@ -242,11 +242,11 @@ class Proxy:
 
     async def _pass_on(self, context: RequestContext, attempt: EngineRequest, opening: bytes) -> None:
         client, request = context.client, attempt.request
-        context.status = attempt.status
+        context.status = status = attempt.status
         queued_s = context.granted - context.arrived
         grant = attempt.grant if request.tenant.admin else None
         response_fields = response_headers(attempt.headers, context.id, grant, attempt.report, queued_s)
-        await client.start(attempt.status, response_fields)
+        await client.start(status, response_fields)
         if attempt.ended:
             await client.send(opening, more=False)
             return

@@ -71,13 +71,6 @@ class AnswerOptions(msgspec.Struct):
     resumption: msgspec.Raw = msgspec.field(default=_ABSENT, name=RESUMPTION)
 
     @property
-    def tokens_ahead(self) -> int | None:
-        """Number of the token that brings the first byte at the latest; None if the body does not set it."""
-        if self.stream is True:
-            return 1
-        return self.answer_tokens or None
-
-    @property
     def answer_tokens(self) -> int | None:
         """The most that each choice may have; None if it does not say."""
         return _limit(self.max_completion_tokens, self.max_tokens, self.max_output_tokens)
@@ -131,7 +124,10 @@ def _count(value: object) -> int:
 
 def _limit(*values: object) -> int | None:
     """The first one that is a limit of tokens."""
-    return next((min(value, MOST_TOKENS) for value in values if type(value) is int and value >= 0), None)
+    for value in values:
+        if type(value) is int and value >= 0:
+            return min(value, MOST_TOKENS)
+    return None
 
 
 class ChatBody(AnswerOptions, kw_only=True):
@@ -191,10 +187,11 @@ class InferenceRequest:
             _check_model(tenant.models, self.model)
         self.tenant = tenant
         self.events = STREAMS.get(path)
-        self.tokens_ahead = options.tokens_ahead
-        """Number of the token that brings the first byte of the answer at the latest; None if unknown."""
         self.streams = options.stream is True
-        self.cost = _cost(options, others, generates=self.events is not None)
+        limit = options.answer_tokens
+        self.tokens_ahead = 1 if self.streams else limit or None
+        """Number of the token that brings the first byte of the answer at the latest; None if unknown."""
+        self.cost = _cost(options.width, limit, others, generates=self.events is not None)
         self.priority_class, self.ttft_slo_s = request_class(self.headers, tenant)
         self.explain = False
         """Whether the scheduler reports the prices of the options."""
@@ -260,18 +257,18 @@ class OtherPrompts:
 ALONE = OtherPrompts(0, 0)
 
 
-def _cost(options: AnswerOptions, others: OtherPrompts, *, generates: bool) -> RequestCost:
-    """Raises InvalidRequest for more choices than a request may have."""
+def _cost(width: int, limit: int | None, others: OtherPrompts, *, generates: bool) -> RequestCost:
+    """`limit`: tokens of each choice. Raises InvalidRequest for more choices than a request may have."""
     prompts = 1 + others.count
-    choices = prompts * options.width if generates else 0
+    choices = prompts * width if generates else 0
     if choices > ALL_CHOICES.most:
         raise InvalidRequest(
-            f"{prompts} prompts with {options.width} choices each exceed the maximum of {ALL_CHOICES.most} "
+            f"{prompts} prompts with {width} choices each exceed the maximum of {ALL_CHOICES.most} "
             "choices in a request.",
-            param="n" if options.width > 1 else "prompt",
+            param="n" if width > 1 else "prompt",
             code=ALL_CHOICES.code,
         )
-    return RequestCost(prompts, others.size, choices, options.answer_tokens)
+    return RequestCost(prompts, others.size, choices, limit)
 
 
 def _parse_chat(body: bytes, salt: str) -> tuple[str | None, PromptChunks, AnswerOptions, OtherPrompts]:

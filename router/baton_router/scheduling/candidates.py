@@ -45,6 +45,7 @@ class Candidates:
         "pair_only",
         "prefill_states",
         "prefills",
+        "reads_peers",
         "transfers",
     )
 
@@ -65,6 +66,8 @@ class Candidates:
             number for number, worker in enumerate(decodes) if not worker.computes_prompts
         )
         """Decode workers that compute no prompts."""
+        self.reads_peers = any(state.peers for state in self.prefill_states)
+        """Whether a prefill worker reads from the caches of other workers."""
         self.bytes_per_token: BytesPerToken = worker_states.bytes_per_token(decodes[0].model)
         self._pairs: dict[tuple[int, int], WorkerPair] = {}
         self.by_revision: dict[str, Candidates] = {}

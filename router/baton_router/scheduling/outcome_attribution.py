@@ -96,7 +96,8 @@ class OutcomeAttribution:
 
 
 def _update(worker: Worker, breaker: CircuitBreaker) -> None:
-    worker.health = worker.health.judged(breaker)
+    if breaker is not worker.health.breaker:
+        worker.health = worker.health.judged(breaker)
 
 
 LOSSES_LIMIT = 2

@@ -243,7 +243,7 @@ class PlacementPlanner:
 
         Those that have most of it come first, and others are left out.
         """
-        if not cached or not any(state.peers for state in candidates.prefill_states):
+        if not cached or not candidates.reads_peers:
             return {}
         held = [
             (min(cached[state.slot], tokens - 1), number)
@@ -307,8 +307,10 @@ class PlacementPlanner:
         if placement.first_byte is not None:
             return
         placement.first_byte, placement.report = now, report
-        waited_s = placement.prefill_state.prefills.waited_s(placement.number, placement.decided)
-        placement.prefill_state.prefills.release(placement.number, now)
+        prefills, waited_s = placement.prefill_state.prefills, None
+        if report is not None and report.estimated:
+            waited_s = prefills.waited_s(placement.number, placement.decided)
+        prefills.release(placement.number, now)
         if report is not None and placement.request.cost.prompts == 1:  # of several, it may be any one's
             self.metrics.computed(placement, report)
             self.worker_states.computed(placement.request.prompt, report, placement.assumed_chunks)

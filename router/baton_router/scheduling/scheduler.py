@@ -184,7 +184,7 @@ class RequestScheduler:
             placement.reservation = None
 
     def _check_poison(self, request: PickRequest, now: float) -> None:
-        if request.resumed:
+        if request.resumed or not self._crashes:
             return
         try:
             self._crashes.check(request.key, now, background=request.background)

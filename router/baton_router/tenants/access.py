@@ -183,7 +183,10 @@ class Authenticator:
 
 def authorization(scope: Scope) -> bytes:
     """Return the Authorization header; empty without one."""
-    return next((value for name, value in scope["headers"] if name == AUTHORIZATION), b"")
+    for name, value in scope["headers"]:
+        if name == AUTHORIZATION:
+            return value  # type: ignore[no-any-return]
+    return b""
 
 
 def tenant_of(scope: Scope) -> Tenant:

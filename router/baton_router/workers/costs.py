@@ -117,16 +117,23 @@ class PrefillCost:
 
     line: LeastSquares
     _kind: WorkerKind
+    _read: Triple = (0.0, 0.0, 0.0)
+    """The line's coefficients of which those below were made; a measurement replaces them."""
+    _constant_s: float = 0.0
+    _token_s: float = 0.0
+    _pair_s: float = 0.0
 
     def seconds(self, uncached: int, context: int) -> float:
-        constant, each, pairs = self.line.coefficients  # written out: it runs for every worker
-        # More tokens never take less, whatever a line through noise would say.
-        seconds = constant if constant > LEAST_S else LEAST_S
-        if each > 0:
-            seconds += each * uncached / 1e3
-        if pairs > 0:
-            seconds += pairs * uncached * (context - uncached / 2) / 1e6
-        return seconds
+        if self.line.coefficients is not self._read:
+            self._read_line()
+        return self._constant_s + uncached * (self._token_s + self._pair_s * (context - uncached / 2))
+
+    def _read_line(self) -> None:
+        """More tokens never take less, whatever a line through noise would say."""
+        self._read = constant, token, pair = self.line.coefficients
+        self._constant_s = max(LEAST_S, constant)
+        self._token_s = max(0.0, token) / 1e3
+        self._pair_s = max(0.0, pair) / 1e6
 
     @property
     def is_calibrated(self) -> bool:
