@@ -6,7 +6,8 @@ Launches of a decode step, counted: calls of torch that compute, and kernels und
 A step is the input of a pass, the pass, and the selection of tokens. Copies to the device and waits for it
 are counted apart. No device is needed: the same Python code makes the same calls there. A replayed graph is
 one launch. Of two ranks, rank 0 is counted. An operation of the group is a launch, and the gather of logits
-two. Numbers are in float32. Ranks have no adapters.
+two. Numbers are in float32. Ranks have no adapters. Products with quantized matrices of more than 1,024
+inputs have a second launch where their tiles are few (`ops/kernels/quantized.py`). No matrix here is as wide.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from baton_engine.model.decoder import Decoder
 from baton_engine.model.group import Group
 from baton_engine.model.lora import LoraWeights, LowRank
 from baton_engine.model.shards import Shard
+from baton_engine.model.weights import Weights
 from baton_engine.ops import Ops
 from baton_engine.ops.token_weights import GREEDY, TokenRule
+from baton_engine.quantized import Format, quantize
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.spec import ExpertSpec, LatentSpec, ModelSpec
 from tests.engine.fake_graphs import FakeGraphs
@@ -50,11 +53,11 @@ RANK = 16
 """Of adapters."""
 
 EXPERTS = ExpertSpec(count=8, chosen=4, intermediate=32, normalized=True)
-LATENT = {
+LATENT: dict[str, Any] = {
     "kv_heads": 1,
     "head_dim": 40,
     "rotary_dim": 8,
-    "latent": LatentSpec(q_rank=24, kv_rank=32, plain=16, value=16),
+    "latent": LatentSpec(q_rank=32, kv_rank=32, plain=16, value=16),
 }
 """Latent attention, whose layers have dense MLPs here."""
 
@@ -193,10 +196,27 @@ class _Backend:
         return
 
 
-def decoder(make_ops: Callable[[ModelSpec], Ops], spec: ModelSpec, ranks: int = 1) -> Decoder:
-    """Return a decoder with random weights, or rank 0's part of one."""
+KEPT = ("qkv", "latent_q", "output", "gate_up", "down")
+"""Matrices of a layer without experts that are kept quantized."""
+
+
+def kept(weights: Weights) -> Weights:
+    """Return the weights with the matrices of their layers in Q8_0."""
+    layers = []
+    for layer in weights.layers:
+        matrices = {name: getattr(layer, name) for name in KEPT if getattr(layer, name) is not None}
+        quantized: dict[str, Any] = {name: quantize(matrix, Format.Q8_0) for name, matrix in matrices.items()}
+        layers.append(replace(layer, **quantized))
+    return replace(weights, layers=tuple(layers))
+
+
+def decoder(
+    make_ops: Callable[[ModelSpec], Ops], spec: ModelSpec, ranks: int = 1, quantized: bool = False
+) -> Decoder:
+    """Return a decoder with random weights, `quantized` or not, or rank 0's part of one."""
     if ranks == 1:
-        return Decoder(spec, random_weights(spec, torch.float32), make_ops(spec), CPU)
+        weights = random_weights(spec, torch.float32)
+        return Decoder(spec, kept(weights) if quantized else weights, make_ops(spec), CPU)
     shard = Shard(0, ranks)
     part, group = shard.spec(spec), Group(shard, spec.vocab, CPU)
     group.backend, group.in_order = _Backend(), False  # as on a device
@@ -213,11 +233,15 @@ def pass_launches(model: Decoder, rows: Rows) -> int:
 
 
 def per_layer(
-    make_ops: Callable[[ModelSpec], Ops], ranks: int = 1, rows: Rows = FOUR, **changes: Any
+    make_ops: Callable[[ModelSpec], Ops],
+    ranks: int = 1,
+    rows: Rows = FOUR,
+    quantized: bool = False,
+    **changes: Any,
 ) -> tuple[int, int]:
     """Return the launches of a decode pass per layer, and beside those of layers."""
     specs = [tiny_spec(**changes, layers=count) for count in (2, 3)]
-    two, three = (pass_launches(decoder(make_ops, spec, ranks), rows) for spec in specs)
+    two, three = (pass_launches(decoder(make_ops, spec, ranks, quantized), rows) for spec in specs)
     return three - two, two - 2 * (three - two)
 
 
@@ -255,11 +279,12 @@ def replayed(
     select: Select,
     ranks: int = 1,
     rows: Rows = FOUR,
+    quantized: bool = False,
     **changes: Any,
 ) -> Step:
     """Count the launches of a step whose pass is a captured graph."""
     spec, cuda = tiny_spec(**changes), FakeGraphs()
-    model = decoder(make_ops, spec, ranks)
+    model = decoder(make_ops, spec, ranks, quantized)
     cache, count = on_device(rows.cache(model), cuda), len(rows.starts)
     limits = CaptureLimits(count, 2**30, seconds=3600, adapter_rank=RANK if rows.adapters else 0)
     graphs = with_graphs(model, cache, EngineLimits(max_model_len=64), limits, lambda: 2**30)
@@ -279,17 +304,18 @@ def step(
     select: Select,
     ranks: int = 1,
     rows: Rows = FOUR,
+    quantized: bool = False,
     **changes: Any,
 ) -> Step:
     """Count the launches of a step with these operations and this selection of tokens."""
     spec = tiny_spec(**changes)
     moves: Counter[str] = Counter()
-    model = decoder(make_ops, spec, ranks)
+    model = decoder(make_ops, spec, ranks, quantized)
     batch, cache = rows.batch(model), rows.cache(model)
     with _Moving(moves):
         logits = model.forward(batch, cache)
         select(logits, [GREEDY] * batch.size)
-    layer, beside = per_layer(make_ops, ranks, rows, **changes)
+    layer, beside = per_layer(make_ops, ranks, rows, quantized, **changes)
     greedy, chance = _selections(select, spec.vocab, batch.size)
     return Step(name, layer, beside, greedy, chance, moves["copy"], moves["wait"])
 
@@ -315,11 +341,16 @@ def main() -> None:
                 step("kernels", AcceleratorOps, select, **changes),
                 replayed("kernels in a graph", AcceleratorOps, select, **changes),
             ]
-            if "latent" not in changes:  # which is not divided among ranks
+            if "experts" not in changes:
+                options = changes | {"quantized": True}
                 steps += [
-                    step("kernels, rank 0 of two", AcceleratorOps, select, ranks=2, **changes),
-                    replayed("kernels in a graph, rank 0 of two", AcceleratorOps, select, ranks=2, **changes),
+                    step("kernels, weights in Q8_0", AcceleratorOps, select, **options),
+                    replayed("kernels in a graph, weights in Q8_0", AcceleratorOps, select, **options),
                 ]
+            steps += [
+                step("kernels, rank 0 of two", AcceleratorOps, select, ranks=2, **changes),
+                replayed("kernels in a graph, rank 0 of two", AcceleratorOps, select, ranks=2, **changes),
+            ]
             show(title, steps)
         adapted = (
             step("plain, one adapter", PlainOps, select_on_host, rows=ONE_ADAPTER),

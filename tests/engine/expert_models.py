@@ -50,6 +50,24 @@ LATENT: dict[str, Any] = {
     "routed_scaling_factor": 1.7,
 }
 
+LATENT_BLOCKS: dict[str, Any] = {
+    "hidden_size": 96,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
+}
+"""Small sizes of `LATENT` with inputs of whole blocks of 32. Two ranks divide them between blocks of 32, and
+inside blocks of 48."""
+
 GLM4_MOE: dict[str, Any] = {
     "num_hidden_layers": 3,
     "head_dim": 24,

@@ -6,6 +6,7 @@ import json
 import logging
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from baton_engine.model.tensor_reader import TensorSource
 from baton_engine.model.weights import weights_digest
 from baton_engine.quantized import FLOAT8_FACTOR, Format, Quantized, pack_float8, unpack
 from baton_engine.spec import Quantize
+from tests.engine.expert_models import LATENT_BLOCKS
 from tests.engine.gguf_files import write_gguf
 from tests.engine.models import make_model
 from tests.engine.test_quantized import OF_GGUF, STORED, random_blocks
@@ -130,9 +132,9 @@ def test_parts_of_any_ranks_are_kept_or_inside_a_group(seed: int) -> None:
 # --- Checkpoints ---
 
 
-def folder_of(name: str, path: Path) -> tuple[Checkpoint, TensorSource]:
+def folder_of(name: str, path: Path, variant: str = "llama", **sizes: Any) -> tuple[Checkpoint, TensorSource]:
     config, matrix, _ = SCHEMES[name]
-    quantized_folder(path, config, matrix)
+    quantized_folder(path, config, matrix, variant, **sizes)
     checkpoint = Checkpoint(path, name)
     spec = load_spec(checkpoint)
     whole = json.loads((path / "config.json").read_text())
@@ -142,6 +144,16 @@ def folder_of(name: str, path: Path) -> tuple[Checkpoint, TensorSource]:
 def file_of(path: Path) -> tuple[Checkpoint, TensorSource]:
     """A file whose query and key rows are in another order, and whose embedding is quantized."""
     folder = make_model(path / "model", "llama with tied embeddings")
+    checkpoint = Checkpoint(write_gguf(folder, path / "tiny.gguf", quantised=True), "tiny")
+    return checkpoint, GGUFTensors(checkpoint.gguf, load_spec(checkpoint))
+
+
+def latents_of(form: str, path: Path, variant: str = "deepseek-v3") -> tuple[Checkpoint, TensorSource]:
+    """A checkpoint with latent attention, as a file or a folder."""
+    sizes = {**LATENT_BLOCKS, **({} if variant == "deepseek-v3" else {"q_lora_rank": None})}
+    if form != "gguf":
+        return folder_of(form, path, variant, **sizes)
+    folder = make_model(path / "model", variant, **sizes)
     checkpoint = Checkpoint(write_gguf(folder, path / "tiny.gguf", quantised=True), "tiny")
     return checkpoint, GGUFTensors(checkpoint.gguf, load_spec(checkpoint))
 
@@ -180,6 +192,45 @@ def test_ranks_keep_their_parts_of_a_file(tmp_path: Path) -> None:
     assert assert_parts(checkpoint, source, 2) == 2 * (15 - 2)
 
 
+MOVED: dict[str, tuple[str, str, set[str]]] = {
+    "latents in fp8": ("fp8 in blocks", "deepseek-v3", {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"}),
+    "latents in awq": ("awq", "deepseek-v3", {"q_b_proj", "kv_a_proj_with_mqa"}),
+    "latents in a file": ("gguf", "deepseek-v3", {"q_b_proj", "kv_a_proj_with_mqa"}),
+    "no latent of queries": ("fp8 in blocks", "deepseek-v2 with groups", {"q_proj", "kv_a_proj_with_mqa"}),
+    "heads": ("awq", "glm4", {"q_proj", "k_proj"}),
+}
+"""Format, variant, and matrices, most of which have rows in another order than the checkpoint."""
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_rows_in_another_order_are_kept(name: str, tmp_path: Path) -> None:
+    """All of them, and any part."""
+    form, variant, matrices = MOVED[name]
+    _, source = (
+        folder_of(form, tmp_path, variant) if variant == "glm4" else latents_of(form, tmp_path, variant)
+    )
+    chance = random.Random(3)
+    for matrix in (f"model.layers.1.self_attn.{part}.weight" for part in sorted(matrices)):
+        exact, whole = source.read(matrix), source.read_quantized(matrix)
+        assert whole is not None and torch.equal(values_of(whole), exact)
+        for _ in range(8):
+            rows = sorted(chance.sample(range(len(exact) + 1), 4))
+            cut = Cut(0, (range(*rows[:2]), range(*rows[2:])))
+            part = source.read_quantized(matrix, cut)
+            assert part is not None and torch.equal(values_of(part), cut.of(exact))
+
+
+@pytest.mark.parametrize(("form", "group"), [("fp8 in blocks", 16), ("gguf", 0)])
+def test_ranks_keep_their_parts_of_latent_attention(form: str, group: int, tmp_path: Path) -> None:
+    """Those of the inputs of o begin at 32: inside a block of 48, or between two blocks."""
+    checkpoint, source = latents_of(form, tmp_path)
+    whole = assert_parts(checkpoint, source, 1)
+    assert whole and assert_parts(checkpoint, source, 2) == 2 * whole
+    part = ShardTensors(source, load_spec(checkpoint), Shard(1, 2))
+    output = part.read_quantized("model.layers.0.self_attn.o_proj.weight")
+    assert output is not None and output.parts[0].group == group
+
+
 def test_ranks_hold_only_their_part(tmp_path: Path) -> None:
     checkpoint, _ = folder_of("awq", tmp_path)
     spec = load_spec(checkpoint)
@@ -210,9 +261,14 @@ def test_parts_inside_a_group_are_expanded_and_reported(
 
 
 @pytest.mark.parametrize("choice", ["keep", "off", "q8_0"])
-@pytest.mark.parametrize("name", ["gguf", "awq", "gptq in another order", "int4 with zeros", "fp8 in blocks"])
+@pytest.mark.parametrize(
+    "name", ["gguf", "awq", "gptq in another order", "int4 with zeros", "fp8 in blocks", "latents in fp8"]
+)
 def test_digest_of_samples_is_that_of_all_weights(name: str, choice: Quantize, tmp_path: Path) -> None:
-    checkpoint, _ = file_of(tmp_path) if name == "gguf" else folder_of(name, tmp_path)
+    if name == "latents in fp8":
+        checkpoint, _ = latents_of("fp8 in blocks", tmp_path)
+    else:
+        checkpoint, _ = file_of(tmp_path) if name == "gguf" else folder_of(name, tmp_path)
     spec = load_spec(checkpoint)
     read, whole = (
         load_weights(checkpoint, spec, torch.float32, quantize=choice, sampled=sampled, formats=ALL)

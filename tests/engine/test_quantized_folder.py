@@ -152,10 +152,15 @@ def quantized_folder(
 ) -> Stored:
     """A folder with quantized layers and a plain head; returns the numbers of the quantized matrices."""
     make_model(folder, variant, **{"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, **sizes})
+    return quantize_folder(folder, config, matrix)
+
+
+def quantize_folder(folder: Path, config: dict[str, Any], matrix: Callable[[int, int], Rounded]) -> Stored:
+    """Quantize the layers of the model in `folder`; returns the numbers of the quantized matrices."""
     # A tensor that is still mapped must not be in the file that is written.
     tensors = {name: each.clone() for name, each in load_file(folder / "model.safetensors").items()}
     exact = {}
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+    for name in [name for name in tensors if name.endswith(("_proj.weight", "_proj_with_mqa.weight"))]:
         stored, exact[name] = matrix(*tensors.pop(name).shape)
         tensors.update({name.removesuffix(".weight") + suffix: each for suffix, each in stored.items()})
     save_file({name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors")

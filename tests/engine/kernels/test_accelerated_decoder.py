@@ -117,6 +117,12 @@ def test_decode_step_launches(changes: dict[str, Any], plain: tuple[int, int], o
     assert [per_layer(ops, **changes) for ops in (PlainOps, AcceleratorOps)] == [plain, ours]
 
 
+def test_decode_step_launches_with_kept_weights() -> None:
+    """As many as with expanded ones, and a captured pass is one."""
+    assert per_layer(AcceleratorOps, quantized=True, **LATENT) == (14, 7)
+    assert replayed("graph", AcceleratorOps, select, quantized=True, **LATENT).beside == 1
+
+
 def test_decode_step_launches_of_a_rank() -> None:
     """A layer has two sums over ranks of a launch each."""
     assert per_layer(AcceleratorOps, ranks=2) == (12, 19)

@@ -34,6 +34,7 @@ from tests.decode.pair import tokens
 from tests.decode.real_model import real_side
 from tests.decode.test_pair_equals_one import GREEDY, SAMPLED, text
 from tests.engine.draft_heads import decoder_of, make_eagle3, make_mtp, spec_of
+from tests.engine.expert_models import LATENT_BLOCKS
 from tests.engine.gguf_files import write_gguf
 from tests.engine.greedy import CPU
 from tests.engine.kernels.cases import DEVICE
@@ -108,6 +109,13 @@ def float8_of(folder: Path) -> Path:
     return folder
 
 
+def latents_of(folder: Path) -> Path:
+    """The inputs of o are divided inside a block."""
+    config, matrix, _ = SCHEMES["fp8 in blocks"]
+    quantized_folder(folder, config, matrix, "deepseek-v3", **LATENT_BLOCKS)
+    return folder
+
+
 def plain_of(folder: Path) -> Path:
     return make_model(folder, "qwen3", hidden_size=32, intermediate_size=64, head_dim=16)
 
@@ -115,6 +123,7 @@ def plain_of(folder: Path) -> Path:
 QUANTIZED: dict[str, tuple[Callable[[Path], Path], dict[str, Any], set[str]]] = {
     "gguf": (file_of, {}, {"Q8_0", "Q5_1", "Q4_0", "float32"}),
     "fp8 in blocks": (float8_of, {}, {"FP8", "float32"}),
+    "latents in fp8": (latents_of, {}, {"FP8", "float32"}),
     "converted": (plain_of, {"quantize": "q4_0"}, {"Q4_0", "float32"}),
     "a float8 cache": (plain_of, {"kv_cache_dtype": "fp8"}, {"float32"}),
 }

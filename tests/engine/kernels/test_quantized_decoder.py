@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
+from torch import Tensor
 
 from baton_api.errors import SetupError
 from baton_engine.batch import Batch, BatchRow
-from baton_engine.kv.cache import KVCache
+from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
+from baton_engine.model.head_loading import mtp_head
 from baton_engine.model.weights import Weights, weights_digest
 from baton_engine.ops import Linear
 from baton_engine.ops.accelerator import AcceleratorOps
 from baton_engine.ops.choice import kept_formats
+from baton_engine.ops.kernels.experts import QuantizedExperts
 from baton_engine.ops.kernels.quantized import QuantizedLinear
 from baton_engine.ops.plain import PlainOps
 from baton_engine.quantized import NATIVE_FORMATS, Format, Matrix, Quantized
-from baton_engine.spec import ExpertSpec, LatentSpec, ModelSpec
+from baton_engine.spec import ExpertSpec, LatentSpec, ModelSpec, Quantize
+from tests.engine.draft_heads import make_mtp
+from tests.engine.expert_models import LATENT_BLOCKS
 from tests.engine.gguf_files import write_gguf
 from tests.engine.greedy import CPU, by_baton
 from tests.engine.kernels.cases import DEVICE
@@ -32,7 +39,7 @@ from tests.engine.models import make_model
 from tests.engine.random_weights import tiny_spec
 from tests.engine.test_expert_tensors import as_mxfp4
 from tests.engine.test_quantized import distance
-from tests.engine.test_quantized_folder import SCHEMES, fp8, quantized_folder
+from tests.engine.test_quantized_folder import SCHEMES, fp8, quantize_folder, quantized_folder
 
 pytestmark = [
     pytest.mark.skipif(DEVICE.type != "cpu", reason="these models are on a CPU"),
@@ -126,6 +133,104 @@ def test_kept_experts_of_a_gguf_file_give_the_expanded_tokens(variant: str, tmp_
     assert_same_tokens(ours, plain, [prompt[:9] for prompt in PROMPTS[:2]], 2)
 
 
+EXPANDED = {"latent_kv", "router"}
+"""Matrices of a layer that no model keeps."""
+
+
+def tensors_of(value: object) -> Iterator[Tensor]:
+    """The tensors of a layer on its device."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list):
+        for each in value:
+            yield from tensors_of(each)
+    elif isinstance(value, QuantizedLinear | QuantizedExperts):
+        for each in vars(value).values():
+            yield from tensors_of(each)
+    elif is_dataclass(value):
+        for part in fields(value):
+            yield from tensors_of(getattr(value, part.name))
+
+
+def assert_matrices_are_kept(ours: Decoder, kept: Weights) -> None:
+    """Nothing else is in memory: no expanded copies, and nothing that the rows of the checkpoint lack."""
+    layers = tuple(kept.layers)
+    for layer in layers:
+        values = {part.name: getattr(layer, part.name) for part in fields(layer)}
+        assert {
+            name for name, each in values.items() if isinstance(each, Tensor) and each.dim() > 1
+        } <= EXPANDED
+    held = {
+        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+        for each in tensors_of([*ours.layers])
+    }
+    assert sum(held.values()) == sum(layer.formats.total() for layer in layers)
+
+
+LATENTS = {
+    "fp8 in blocks": ("fp8 in blocks", "deepseek-v3", {}),
+    "fp8 in blocks, no latent of queries": (
+        "fp8 in blocks",
+        "deepseek-v2 with groups",
+        {"q_lora_rank": None},
+    ),
+    "awq": ("awq", "deepseek-v3", {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LATENTS)
+def test_kept_latent_attention_gives_the_expanded_tokens(name: str, tmp_path: Path) -> None:
+    """Blocks of 48 outputs: the latents, whose projections are joined, have 64 each."""
+    form, variant, sizes = LATENTS[name]
+    config, matrix, _ = SCHEMES[form]
+    quantized_folder(tmp_path, config, matrix, variant, **{**LATENT_BLOCKS, **sizes})
+    ours, plain, kept = both(tmp_path)
+    assert set(kept.formats) == {"float32", *KEPT[form]}
+    if form.startswith("fp8"):
+        assert_matrices_are_kept(ours, kept)
+    assert_same_tokens(ours, plain, [PROMPTS[1][:5]], 2)
+
+
+@pytest.mark.slow
+def test_kept_latent_attention_of_a_gguf_file_gives_the_expanded_tokens(tmp_path: Path) -> None:
+    """The joined projections of the latents have two formats."""
+    folder = make_model(tmp_path / "model", "deepseek-v3", **LATENT_BLOCKS)
+    forms = {"attn_kv_a_mqa": GGMLQuantizationType.Q5_1, "attn_output": GGMLQuantizationType.Q4_0}
+    ours, plain, kept = both(write_gguf(folder, tmp_path / "tiny.gguf", quantised=True, forms=forms))
+    assert set(kept.formats) == {"float32", "Q8_0", "Q5_1", "Q4_0"}
+    qkv = next(iter(kept.layers)).qkv
+    assert isinstance(qkv, Quantized) and [part.format.name for part in qkv.parts] == ["Q8_0", "Q5_1"]
+    assert_same_tokens(ours, plain, [PROMPTS[1][:5]], 2)
+
+
+@pytest.mark.slow
+def test_kept_mtp_layer_gives_the_expanded_drafts(tmp_path: Path) -> None:
+    folder = make_mtp(tmp_path / "model", **LATENT_BLOCKS)
+    config, matrix, _ = SCHEMES["fp8 in blocks"]
+    quantize_folder(folder, config, matrix)
+    checkpoint = Checkpoint(folder, "mtp")
+    spec = load_spec(checkpoint)
+    spec = replace(spec, draft_head=mtp_head(spec, checkpoint))
+    prompt, results = PROMPTS[1][:9], []
+    ways: tuple[tuple[Quantize, type[PlainOps]], ...] = (("keep", AcceleratorOps), ("off", PlainOps))
+    for choice, ops in ways:
+        weights = load_weights(checkpoint, spec, torch.float32, quantize=choice, formats=frozenset(Format))
+        assert weights.draft_head is not None
+        matrices = (weights.draft_head.joint, weights.draft_head.layer.latent_q)
+        assert {isinstance(each, Quantized) for each in matrices} == {choice == "keep"}
+        model, cache = (
+            Decoder(spec, weights, ops(spec), CPU, ops_of=ops),
+            KVCache(spec, 3, torch.float32, CPU),
+        )
+        assert model.drafts is not None
+        model.drafts.reserve(2)
+        model.forward(Batch([BatchRow(prompt, 0, [1], 1)], BLOCK_SIZE, CPU), cache)
+        row = BatchRow([50], len(prompt), [1], 1)
+        results.append(model.drafts.forward(Batch([row], BLOCK_SIZE, CPU), cache).log_softmax(-1))
+    torch.testing.assert_close(*results, atol=5e-4, rtol=0)
+
+
 class KeptOps(PlainOps):
     """Plain operations but for products, because the interpreter is slow."""
 
@@ -188,7 +293,8 @@ CHOICES: dict[str, tuple[Any, ModelSpec, torch.device, dict[str, str], Any]] = {
     "a device without kernels": ("keep", DENSE, CUDA, OFF, ("off", frozenset(Format))),
     "a CPU without kernels": ("keep", DENSE, CPU, OFF, ("off", NATIVE_FORMATS)),
     "experts on a device": ("keep", MIXTURE, CUDA, {}, ("keep", frozenset(Format))),
-    "latents on a device": ("keep", replace(MIXTURE, latent=LATENT), CUDA, {}, ("off", frozenset(Format))),
+    "latents on a device": ("keep", replace(MIXTURE, latent=LATENT), CUDA, {}, ("keep", frozenset(Format))),
+    "latents on a CPU": ("keep", replace(DENSE, latent=LATENT), CPU, {}, ("off", NATIVE_FORMATS)),
 }
 
 

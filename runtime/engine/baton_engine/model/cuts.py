@@ -8,8 +8,10 @@ matrix in the same format and nothing is rounded.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,3 +71,20 @@ class Cut:
             return None
         groups = torch.arange(inputs.start, inputs.stop, size) // group
         return pack_float8(self.of(numbers), scales[:, groups], size)
+
+
+def outputs_in_order(order: Tensor, read: Callable[[Cut], Quantized | None]) -> Quantized | None:
+    """
+    Return the outputs of a matrix whose stored numbers are `order`. Each output is read once, by one `read`.
+
+    None if `read` returns None.
+    """
+    stored, places = np.unique(order.numpy(), return_inverse=True)
+    runs = np.split(stored, 1 + np.flatnonzero(np.diff(stored) > 1))
+    matrix = read(Cut(0, tuple(range(int(run[0]), int(run[-1]) + 1) for run in runs)))
+    if matrix is None:
+        return None
+    (part,) = matrix.parts
+    # By indices of numpy: torch's own copies take milliseconds each while other processes use the cores.
+    rows = torch.from_numpy(part.rows.numpy()[places])
+    return replace(matrix, parts=(replace(part, rows=rows),))

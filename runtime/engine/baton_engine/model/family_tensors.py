@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from baton_engine.model.cuts import Cut
+from baton_engine.model.cuts import Cut, outputs_in_order
 from baton_engine.model.families import BY_ARCHITECTURE
 from baton_engine.model.family import NORM
 from baton_engine.model.file_reader import LocatedSource, Location
-from baton_engine.model.rope import in_halves, rotated_in_halves
+from baton_engine.model.rope import in_order, reordered
 from baton_engine.model.tensor_reader import TensorSource
 from baton_engine.quantized import Quantized
 from baton_engine.spec import ModelSpec
@@ -78,10 +79,8 @@ class FamilyTensors:
         return self._source.stored_bytes(self._stored[tensor])
 
     def location(self, tensor: str) -> Location | None:
-        names, base = self._family.tensors, tensor.rpartition(".")[0]
-        computed = (self._family.norm_offset and base.endswith(NORM)) or (
-            self._family.interleaved and (self._spec.latent is not None or base.endswith((names.q, names.k)))
-        )
+        base = tensor.rpartition(".")[0]
+        computed = (self._family.norm_offset and base.endswith(NORM)) or self._is_reordered(base)
         if computed or not isinstance(self._source, LocatedSource):
             return None
         return self._source.location(self._stored[tensor])
@@ -90,22 +89,25 @@ class FamilyTensors:
         return self._source.format(self._stored[tensor])
 
     def read_quantized(self, tensor: str, cut: Cut | None = None) -> Quantized | None:
-        names = self._family.tensors
-        if self._family.interleaved and tensor.rpartition(".")[0].endswith((names.q, names.k)):
-            return None  # the rows are in another order
-        return self._source.read_quantized(self._stored[tensor], cut)
+        read, base = partial(self._source.read_quantized, self._stored[tensor]), tensor.rpartition(".")[0]
+        if not self._is_reordered(base):
+            return read(cut)
+        numbers = torch.arange(self.shapes[tensor][0])
+        order = in_order(numbers, base, self._spec, self._family.tensors)
+        return outputs_in_order(order if cut is None else cut.of(order), read)
 
     def read(self, tensor: str) -> Tensor:
-        values, names = self._source.read(self._stored[tensor]), self._family.tensors
+        values = self._source.read(self._stored[tensor])
         base = tensor.rpartition(".")[0]
         if self._family.norm_offset and base.endswith(NORM):
             return values.to(torch.float32) + self._family.norm_offset
-        if self._family.interleaved and self._spec.latent is not None:
-            return rotated_in_halves(values, base, self._spec, names)
-        if self._family.interleaved and base.endswith((names.q, names.k)):
-            heads = self._spec.heads if base.endswith(names.q) else self._spec.kv_heads
-            return in_halves(values, heads, self._spec.rotated)
-        return values
+        return (
+            in_order(values, base, self._spec, self._family.tensors) if self._is_reordered(base) else values
+        )
+
+    def _is_reordered(self, base: str) -> bool:
+        """Return whether the decoder has the rows of the weight or bias `base` in another order."""
+        return self._family.interleaved and base.endswith(reordered(self._spec, self._family.tensors))
 
 
 def _text_only(names: Iterable[str]) -> dict[str, str]:

@@ -191,11 +191,12 @@ class GGUFTensors:
         )
 
     def read_quantized(self, tensor: str, cut: Cut | None = None) -> Quantized | None:
-        from torch import arange, from_numpy
+        from torch import arange
 
+        from baton_engine.model.cuts import outputs_in_order
         from baton_engine.quantized import Format, Quantized, QuantizedPart
 
-        if tensor in self._halves or self._spec.latent is not None:
+        if tensor in self._halves:
             return None
         stored, part = self._stored[tensor]
         kind = self._file.tensors[stored].type
@@ -204,32 +205,28 @@ class GGUFTensors:
         rows, (outputs, inputs) = self._file.rows(stored), self.shapes[tensor]
         if part is not None:
             rows = rows[part * outputs : (part + 1) * outputs]
-        if self._is_reordered(tensor):
-            order = self._in_order(tensor, arange(len(rows)).unsqueeze(1)).flatten()
-            if cut is not None:
-                order, cut = cut.of(order), None
-            # By indices: torch's own copies take milliseconds each while other processes use the cores.
-            rows = from_numpy(rows.numpy()[order.numpy()])
         blocks = QuantizedPart(Format(kind), rows)
-        matrix = Quantized((blocks,), inputs) if cut is None else cut.of_blocks(blocks, inputs)
+        matrix: Quantized | None = Quantized((blocks,), inputs)
+        if self._is_reordered(tensor):
+            order = self._in_order(tensor, arange(outputs))
+            order = order if cut is None else cut.of(order)
+            matrix = outputs_in_order(order, lambda read: read.of_blocks(blocks, inputs))
+        elif cut is not None:
+            matrix = cut.of_blocks(blocks, inputs)
         if matrix is not None:
             self._file.check_scales(stored, matrix.parts[0].rows)
         return matrix
 
     def _is_reordered(self, tensor: str) -> bool:
-        """Return whether `tensor` is a query or key weight whose pairs of rows are apart in the decoder."""
-        return self._interleaved and tensor.rpartition(".")[0].endswith((self._names.q, self._names.k))
+        """Return whether the decoder has the rows of `tensor` in another order."""
+        from baton_engine.model.rope import reordered
+
+        return self._interleaved and tensor.rpartition(".")[0].endswith(reordered(self._spec, self._names))
 
     def _in_order(self, tensor: str, values: Tensor) -> Tensor:
         """Return rows in the decoder's order."""
-        base = tensor.rpartition(".")[0]
-        if self._interleaved and self._spec.latent is not None:
-            from baton_engine.model.rope import rotated_in_halves
-
-            return rotated_in_halves(values, base, self._spec, self._names)
         if not self._is_reordered(tensor):
             return values
-        from baton_engine.model.rope import in_halves
+        from baton_engine.model.rope import in_order
 
-        heads = self._spec.heads if base.endswith(self._names.q) else self._spec.kv_heads
-        return in_halves(values, heads, self._spec.rotated)
+        return in_order(values, tensor.rpartition(".")[0], self._spec, self._names)

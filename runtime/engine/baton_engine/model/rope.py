@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 
 import torch
-from torch import Tensor, cat
+from torch import Tensor
 
 from baton_engine.model.family import TensorNames
 from baton_engine.spec import ModelSpec, RopeScaling
@@ -106,17 +106,25 @@ def _yarn(plain: Tensor, rope: RopeScaling, spec: ModelSpec) -> Tensor:
     return plain / rope.factor * slowed + plain * (1 - slowed)
 
 
-def rotated_in_halves(rows: Tensor, base: str, spec: ModelSpec, names: TensorNames) -> Tensor:
-    """
-    Reorder the rows of the weight `base` that rotates adjacent pairs, for a rotation of halves.
+def reordered(spec: ModelSpec, names: TensorNames) -> tuple[str, ...]:
+    """Return the weights whose rows `in_order` moves, of a checkpoint that rotates adjacent pairs."""
+    if spec.latent is None:
+        return names.q, names.k
+    return names.q, names.q_expand, names.kv_latent
 
-    The last `rotated` rows of each query head, and of the latent of keys and values, are rotated.
+
+def in_order(rows: Tensor, base: str, spec: ModelSpec, names: TensorNames) -> Tensor:
     """
-    latent = spec.latent
-    if latent is None or not base.endswith((names.q, names.q_expand, names.kv_latent)):
+    Reorder the rows of the weight or bias `base` of such a checkpoint, for a rotation of halves.
+
+    With latent attention, the last `rotated` rows of each query head and of the latent are rotated.
+    """
+    if not base.endswith(reordered(spec, names)):
         return rows
+    if spec.latent is None:
+        return in_halves(rows, spec.heads if base.endswith(names.q) else spec.kv_heads, spec.rotated)
     heads = rows.view(1 if base.endswith(names.kv_latent) else spec.heads, -1, *rows.shape[1:])
     # [heads, R / 2, 2, ...] -> [heads, 2, R / 2, ...]
     adjacent = heads[:, -spec.rotated :].reshape(len(heads), spec.rotated // 2, 2, *rows.shape[1:])
     pairs = adjacent.transpose(1, 2).flatten(1, 2)
-    return cat((heads[:, : -spec.rotated], pairs), dim=1).reshape(rows.shape)
+    return torch.cat((heads[:, : -spec.rotated], pairs), dim=1).reshape(rows.shape)

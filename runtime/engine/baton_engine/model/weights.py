@@ -197,12 +197,13 @@ class LayerWeights:
     expert_down: Matrix | None = None
     """[E, N, G]. Quantized: [E * N, G]."""
     expert_down_bias: Tensor | None = None
-    latent_q: Tensor | None = None
+    latent_q: Matrix | None = None
     """[H * (plain + rotated), q_rank]: expands the latent of queries. With latent attention, `qkv` has rows
     of the query (or its latent), the latent of keys and values, and the rotated part of the key. `q_norm` and
     `k_norm` are of the latents, and `output` is [N, H * value]."""
     latent_kv: Tensor | None = None
-    """[H * (plain + value), kv_rank]: expands the latent of keys and values."""
+    """[H * (plain + value), kv_rank]: expands the latent of keys and values. It is not quantized: products by
+    head read it."""
     sinks: Tensor | None = None
     """[H]; None without `ModelSpec.sinks`."""
     mlp_post_norm: Tensor | None = None
@@ -507,7 +508,7 @@ def _layer(
         qkv_bias=bias(spec.qkv_bias, *qkv),
         q_norm=norm(spec.qk_norm if latent is None else latent.q_rank > 0, q_norm),
         k_norm=norm(spec.qk_norm or latent is not None, k_norm),
-        latent_q=norm(latent is not None and latent.q_rank > 0, names.q_expand),
+        latent_q=matrix(names.q_expand) if latent is not None and latent.q_rank else None,
         latent_kv=norm(latent is not None, names.kv_expand),
         output=matrix(names.output),
         output_bias=bias(spec.output_bias, names.output),

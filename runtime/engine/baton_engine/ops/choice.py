@@ -81,8 +81,8 @@ def kept_formats(
     formats = NATIVE_FORMATS if on_cpu else frozenset(Format)
     if choice == "off":
         return choice, formats
-    if spec.latent is not None:
-        reason = "they expand the weights of models with latent attention"
+    if on_cpu and spec.latent is not None:
+        reason = "those of CPUs expand the weights of models with latent attention"
     elif on_cpu and ranks > 1:
         reason = "ranks on a CPU compute with torch operations"
     elif on_cpu:
