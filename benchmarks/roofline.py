@@ -11,10 +11,11 @@ device, `benchmarks.device` measures them instead. Every time that follows from 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from baton_engine.kv.cache import BLOCK_SIZE, block_bytes
+from baton_engine.scheduling.scheduler import next_piece
 from baton_engine.spec import ModelSpec
 
 BYTES = 2
@@ -172,11 +173,10 @@ def chunks_of(tokens: int, most: int, last: int = 0) -> list[int]:
     the next one is computed, so few are left at the end.
     """
     *chunks, rest = [min(most, tokens - start) for start in range(0, tokens, most)]
-    while last and rest >= 2 * last:
-        half = BLOCK_SIZE * (rest // 2 // BLOCK_SIZE)
-        chunks.append(half)
-        rest -= half
-    return [*chunks, rest]
+    while rest:
+        chunks.append(next_piece(tokens - rest, rest, last, BLOCK_SIZE))
+        rest -= chunks[-1]
+    return chunks
 
 
 def ttft_s(
@@ -196,12 +196,23 @@ def ttft_s(
     """
     import torch
 
-    now = free = 0.0
     parts = spec.layers if by_layer else 1
+    steps = []
     for chunk, end in zip(chunks, itertools.accumulate(chunks), strict=True):
         computing = bound_s(kernels(spec, Shape(1, chunk, end)), device) / ranks
         moving = chunk / BLOCK_SIZE * block_bytes(spec, torch.bfloat16) / link
-        for _ in range(parts):
-            now += computing / parts
-            free = max(free, now) + moving / parts
+        steps += [(computing / parts, moving / parts)] * parts
+    return relayed_s(steps)
+
+
+def relayed_s(steps: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """
+    Return the seconds until the last of `steps` is computed, and from then to the end of the last read.
+
+    A step has its seconds of computing, after which it is announced, and of reading.
+    """
+    now = free = 0.0
+    for computing, reading in steps:
+        now += computing
+        free = max(free, now) + reading
     return now, free - now

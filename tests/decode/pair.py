@@ -67,6 +67,7 @@ class Side:
         weights: str = "w",
         dtype: torch.dtype = torch.float32,
         chunk_tokens: int = 8,
+        last_chunk_tokens: int = 0,
         local_prefill_tokens: int = 0,
         max_running: int = 64,
         speculation_tokens: int = 0,
@@ -80,6 +81,7 @@ class Side:
         limits = EngineLimits(
             max_model_len=model.spec.context,
             chunk_tokens=chunk_tokens,
+            last_chunk_tokens=last_chunk_tokens,
             max_running=max_running,
             local_prefill_tokens=local_prefill_tokens,
             quarantine_limit=quarantine_limit,

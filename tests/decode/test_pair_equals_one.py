@@ -266,6 +266,24 @@ async def test_pair_equals_one_for_every_prompt_length(
         assert race.decode.now.totals.prompt_tokens_computed == 0
 
 
+async def test_pair_with_halved_last_chunk_equals_one(folder: Path) -> None:
+    """Each piece is announced, and read, by itself."""
+    one = real_side("one", folder, 4 * BLOCK)
+    halving = real_side("prefill", folder, 80, last_chunk_tokens=BLOCK)
+    await one.open()
+    try:
+        async with open_pair(halving, real_side("decode", folder, 4 * BLOCK)) as pair:
+            race = Race(LOOPBACK, pair.decode, pair.prefills, pair.server.address, one)
+            for number, way in enumerate(WAYS.values()):
+                pair.decode.faulty.requested.clear()
+                relay = (await race.equal(text(20_000 + number, 140), **way, logprobs=2))[0].relay
+                assert relay is not None and relay.computed_tokens == 140
+                reads = [len(request.remote) for request in pair.decode.faulty.requested]
+                assert reads == [5, 1, 1, 2], "80 tokens, then 60 as 16, 16 and 28"
+    finally:
+        await one.close()
+
+
 FAMILIES = (
     "gemma2", "gemma3", "phi4 mini", "granite", "olmo2", "glm4", "smollm3", "mixtral",
     "gpt-oss", "deepseek-v3", "llama 4",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from baton_engine.kv.block_pool import BlockPool
 from baton_engine.requests import Request
 from baton_engine.scheduling.limits import EngineLimits
-from baton_engine.scheduling.scheduler import YIELDS, Scheduler, StepPlan
+from baton_engine.scheduling.scheduler import YIELDS, Scheduler, StepPlan, next_piece
 from baton_engine.scheduling.sequence import Sequence, Stage
 from tests.engine.serving import Recipient, request_of
 
@@ -282,6 +283,72 @@ def test_scheduler_lone_request_waits_for_exported_blocks() -> None:
     assert (plan.outgrown, books.retracted) == ([], [])
     books.scheduler.end(export, hold=False)
     assert shape(books.step()) == (["a"], [])
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "tokens", "least", "pieces"),
+    [
+        ("off", 0, 4096, 0, [4096]),
+        ("to the least size", 4096, 2048, 256, [1024, 512, 256, 256]),
+        ("between blocks", 4096, 904, 256, [448, 456]),
+        ("too short for two", 512, 500, 256, [500]),
+        ("begins within a block", 100, 100, 32, [44, 56]),
+        ("the least size is no whole block", 0, 64, 20, [32, 32]),
+        ("a single token", 64, 1, 1, [1]),
+        ("less than a block", 64, 15, 1, [15]),
+    ],
+)
+def test_last_chunk_is_halved(name: str, start: int, tokens: int, least: int, pieces: list[int]) -> None:
+    assert pieces_of(start, tokens, least, 16) == pieces, name
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_law_last_chunk_pieces_are_its_blocks(seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(200):
+        size, least = chance.choice([1, 4, 16]), chance.choice([0, 1, 16, 64, 256])
+        start, tokens = chance.randrange(100), chance.randrange(1, 3000)
+        pieces = pieces_of(start, tokens, least, size)
+        assert sum(pieces) == tokens and min(pieces) >= min(least, tokens)
+        ends = itertools.accumulate(pieces, initial=start)
+        assert all(end % size == 0 for end in list(ends)[1:-1]), "a piece ends with a block"
+        assert all(piece <= sum(pieces[number + 1 :]) for number, piece in enumerate(pieces[:-1]))
+        if least:
+            assert pieces[-1] < 2 * (least + size), "as small as allowed"
+
+
+def pieces_of(start: int, tokens: int, least: int, block_size: int) -> list[int]:
+    pieces: list[int] = []
+    while tokens:
+        pieces.append(next_piece(start, tokens, least, block_size))
+        start, tokens = start + pieces[-1], tokens - pieces[-1]
+    return pieces
+
+
+def chunks_until_idle(books: Books) -> list[list[tuple[str, int]]]:
+    chunks = []
+    while (plan := books.step()).changed:
+        chunks.append(shape(plan)[1])
+    return chunks
+
+
+def test_scheduler_halves_the_last_chunk_for_a_peer_only() -> None:
+    books = Books(chunk_tokens=32, last_chunk_tokens=8)
+    books.add("export", 60, max_tokens=1, export=Recipient())
+    assert chunks_until_idle(books) == [[("export", tokens)] for tokens in (32, 12, 8, 8)]
+    books.add("here", 60, seed=1, max_tokens=1)
+    assert chunks_until_idle(books) == [[("here", 32)], [("here", 28)]]
+
+
+def test_scheduler_halves_no_chunk_beside_another_request() -> None:
+    """A piece would leave its tokens to the other prompt, and come behind that one's tokens."""
+    books = Books(blocks=65, chunk_tokens=32, last_chunk_tokens=8)
+    books.add("a", 28, max_tokens=1, export=Recipient())
+    books.add("b", 28, seed=1, max_tokens=1, export=Recipient())
+    assert shape(books.step())[1] == [("a", 28), ("b", 4)]
+    assert shape(books.step())[1] == [("b", 12)], "alone by now"
+    books.add("c", 20, seed=2, max_tokens=1, export=Recipient())
+    assert shape(books.step())[1] == [("b", 12), ("c", 20)]
 
 
 def test_scheduler_plan_without_change_is_unchanged() -> None:

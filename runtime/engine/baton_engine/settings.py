@@ -287,6 +287,12 @@ class WorkerSettings(BaseSettings):
     """Maximum number of uncached prompt tokens that a decode worker computes itself, because a transfer would
     take longer."""
 
+    last_chunk_tokens: int = Field(default=0, ge=0)
+    """Least tokens of the parts into which a prefill worker halves the last chunk of a prompt, again and
+    again, if no other request is in its batch or queue. The decode worker reads each part while the next one
+    is computed. It pays where the read of a chunk takes long beside its computation. 0: the chunk stays
+    whole."""
+
     kv_peers: bool = True
     """Read KV blocks that another worker has cached, where that is predicted to take at most half of the time
     of computing them. A prefill worker then reads what the decode worker generated, instead of computing

@@ -494,6 +494,7 @@ def _limits(settings: WorkerSettings, loaded: _LoadedModel, device: torch.device
         max_running=settings.max_running or (64 if on_cpu else 256),
         max_queued=settings.max_queued,
         local_prefill_tokens=settings.local_prefill_tokens,
+        last_chunk_tokens=settings.last_chunk_tokens,
         quarantine_limit=settings.quarantine_limit,
         speculation_tokens=speculation_tokens(settings, exact_rows),
         overlap=settings.overlap and launches_ahead,

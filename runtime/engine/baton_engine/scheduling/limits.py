@@ -32,6 +32,8 @@ class EngineLimits:
     """Maximum queued requests. Further requests are rejected."""
     local_prefill_tokens: int = 64
     """Prompts with at most this many missing tokens are computed locally instead of being fetched."""
+    last_chunk_tokens: int = 0
+    """Least tokens of the parts into which an exported prompt's last chunk is halved. 0: it stays whole."""
     whole_prompts: bool = False
     """Whether a prompt is computed in one pass, because an encoder attends to all tokens. A pass then has at
     least the longest prompt's tokens."""

@@ -380,10 +380,19 @@ class Scheduler:
             if budget <= 0:
                 break
             if sequence.request.patient == patient and not sequence.decoding:
-                tokens = min(sequence.pending, budget)
+                tokens = self._chunk(sequence, budget)
                 plan.prefills.append((sequence, tokens))
                 budget -= tokens
         return budget
+
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        """Return how many tokens of a prompt are computed in this pass, which has space for `budget`."""
+        tokens = min(sequence.pending, budget)
+        # Beside others, each piece would be followed by a pass with their tokens.
+        alone = len(self.running) == 1 and not self.waiting
+        if sequence.request.export is None or tokens < sequence.pending or not alone:
+            return tokens
+        return next_piece(sequence.computed, tokens, self.limits.last_chunk_tokens, self.block_size)
 
     def _admit(self, plan: StepPlan, budget: int, patient: bool) -> int:
         size = self.block_size
@@ -430,7 +439,7 @@ class Scheduler:
             sequence.stage = Stage.RUNNING
             self.running.append(sequence)
             plan.admitted.append(sequence)
-            tokens = min(sequence.pending, budget)
+            tokens = self._chunk(sequence, budget)
             plan.prefills.append((sequence, tokens))
             budget -= tokens
         return budget
@@ -506,6 +515,17 @@ class Scheduler:
         self.pool.pin(sequence.fetch.blocks)
         sequence.stage = Stage.FETCHING
         self.fetching[request.id] = sequence
+
+
+def next_piece(start: int, tokens: int, least: int, block_size: int) -> int:
+    """
+    Return how many of the last `tokens` tokens of a prompt, from position `start` on, are computed next.
+
+    They are half of them, up to the end of a block. If that is less than `least`, or `least` is 0, they are
+    all. A reader gets the blocks of a piece while the next one is computed, so few are left at the end.
+    """
+    half = (start + tokens // 2) // block_size * block_size - start
+    return half if least and half >= least else tokens
 
 
 def _loss(sequence: Sequence) -> tuple[bool, int, int]:
