@@ -211,7 +211,8 @@ def test_head_computes_what_the_papers_define(kind: str, folders: Folders) -> No
     for row, (text, more) in enumerate(zip(texts, drafted, strict=True)):
         expected = REFERENCES[kind](*folders[kind], text, more)
         for number in range(DRAFTED):
-            torch.testing.assert_close(ours[number][row], expected[number], rtol=1e-4, atol=1e-4)
+            # Logits are up to 10. The processor's vectors decide in which order sums are rounded.
+            torch.testing.assert_close(ours[number][row], expected[number], rtol=1e-4, atol=5e-4)
 
 
 class LateHead:
