@@ -96,7 +96,7 @@ class OutcomeAttribution:
 
 
 def _update(worker: Worker, breaker: CircuitBreaker) -> None:
-    if breaker is not worker.health.breaker:
+    if breaker is not worker.health.breaker:  # a new health makes the candidates be computed again
         worker.health = worker.health.judged(breaker)
 
 
@@ -152,8 +152,6 @@ class CrashHistory:
 
     def check(self, key: Key, now: float, *, background: bool) -> None:
         """Raise PoisonRequest if a request has lost as many workers as it may. `background`: of its class."""
-        if not self._lost:
-            return
         self._expire(now)
         losses = self._lost.get(key)
         limit = BACKGROUND_LOSSES_LIMIT if background else LOSSES_LIMIT

@@ -172,7 +172,7 @@ class RequestScheduler:
         placement = self._granted.pop(grant.number)
         self.outcomes.release(placement.number, placement.pair)
         placement.pair.decode.in_flight -= 1
-        if end.complete and (placement.report is None or not placement.report.fallback):
+        if self._crashes and end.complete and (placement.report is None or not placement.report.fallback):
             self._crashes.answered(placement.request.key)
         self._computed(placement)
         now = self._clock()

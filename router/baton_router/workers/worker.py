@@ -87,7 +87,7 @@ class WorkerHealth:
 
     def judged(self, breaker: CircuitBreaker) -> WorkerHealth:
         """`breaker` is the state after a request was sent or ended."""
-        return self if breaker is self.breaker else replace(self, breaker=breaker)
+        return replace(self, breaker=breaker)
 
     def full(self, now: float) -> WorkerHealth:
         """It had no capacity for a request."""
