@@ -117,16 +117,28 @@ INLINE float get(const void *from, size_t index, const int kind) {
     return kind == BFLOAT16 ? widen(((const bfloat16 *)from)[index]) : ((const float *)from)[index];
 }
 
+/*
+ * Returns total + left * right, rounded once where the processor can. Otherwise compilers would choose what to fuse, and
+ * differently in each caller: sums with as many terms would have other bits.
+ */
+INLINE floats add_product(floats total, floats left, floats right) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_fmadd_ps((__m512)left, (__m512)right, (__m512)total);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (floats)_mm256_fmadd_ps((__m256)left, (__m256)right, (__m256)total);
+#elif defined(__ARM_NEON)
+    return (floats)vfmaq_f32((float32x4_t)total, (float32x4_t)left, (float32x4_t)right);
+#else
+    return total + left * right;
+#endif
+}
+
 /* Returns total + weights . x, where x is broadcast: one product per lane, or two of bfloat16. */
 INLINE floats dot(floats total, words weights, uint32_t x, const int kind) {
     if (kind == FLOAT32) {
         float value;
         memcpy(&value, &x, 4);
-#if defined(__AVX512F__)
-        return (floats)_mm512_fmadd_ps((__m512)weights, _mm512_set1_ps(value), (__m512)total);
-#else
-        return total + (floats)weights * value;
-#endif
+        return add_product(total, (floats)weights, splat(value));
     }
 #if defined(__AVX512BF16__)
     return (floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)weights, (__m512bh)_mm512_set1_epi32((int)x));
@@ -137,8 +149,8 @@ INLINE floats dot(floats total, words weights, uint32_t x, const int kind) {
     float first, second;
     memcpy(&first, &low, 4);
     memcpy(&second, &high, 4);
-    total += (floats)(weights & 0xffff0000u) * second; /* in the order of `vdpbf16ps` */
-    return total + (floats)(weights << 16) * first;
+    total = add_product(total, (floats)(weights & 0xffff0000u), splat(second)); /* in the order of `vdpbf16ps` */
+    return add_product(total, (floats)(weights << 16), splat(first));
 #endif
 }
 
