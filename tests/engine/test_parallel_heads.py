@@ -18,7 +18,9 @@ from baton_engine.batch import Batch
 from baton_engine.client import AsyncEngine
 from baton_engine.kv.cache import KVCache
 from baton_engine.metrics.counters import Totals
+from baton_engine.model.checkpoint import Checkpoint
 from baton_engine.model.group import Group
+from baton_engine.model.head_loading import load_eagle3
 from baton_engine.model.shards import Shard, check_head_degree
 from baton_engine.parallel.parallel_head import ParallelHead
 from baton_engine.parallel.ranks import ParallelModel
@@ -228,6 +230,17 @@ def test_degree_that_does_not_divide_a_head_is_refused(head: dict[str, int], siz
     with pytest.raises(SetupError) as caught:
         check_head_degree(HeadSpec(kind="eagle3", layer=tiny_spec(**head)), tiny_spec(), size)
     assert message in caught.value.message
+
+
+def test_rank_has_memory_for_its_part_of_a_head_only(tmp_path: Path) -> None:
+    """Tensors are converted, as on the way to a device: views of whole ones would keep their memory."""
+    model = make_model(tmp_path / "model", num_hidden_layers=8)
+    own, spec = Checkpoint(make_eagle3(tmp_path / "head", model), "head"), spec_of(model, tmp_path / "head")
+    assert spec.draft_head is not None
+    weights = load_eagle3(own, spec.draft_head, spec, torch.bfloat16, CPU, Shard(1, 2))
+    for name, tensor in weights.named():
+        assert isinstance(tensor, Tensor)
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
 
 
 async def test_prefill_worker_refuses_a_head_that_is_not_divided_alike(tmp_path: Path) -> None:

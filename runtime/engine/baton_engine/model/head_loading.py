@@ -1,7 +1,7 @@
 """
 Finds the draft head of a model, in its checkpoint or in one of the head's own, and loads the latter.
 
-Each rank reads the whole checkpoint of a head, which has one layer, and keeps its part (`model.shards`).
+Each rank reads its part of a head (`model.shards`).
 """
 
 from __future__ import annotations
@@ -209,10 +209,10 @@ def load_eagle3(
     rows = {"q_proj": (q, heads), "k_proj": (k, kv_heads), "v_proj": (k, kv_heads)}
 
     def part(name: str, count: int, kept: range, *inputs: int) -> Tensor:
-        return Cut(0, (kept,)).of(source.read(name, count, *inputs))
+        return source.read(name, count, *inputs, cut=Cut(0, (kept,)))
 
     def columns(name: str, kept: range, count: int) -> Tensor:
-        return Cut(1, (kept,)).of(source.read(name, n, count)).contiguous()
+        return source.read(name, n, count, cut=Cut(1, (kept,))).contiguous()
 
     def once(present: bool, name: str) -> Tensor | None:
         """Return the bias of a partial sum, which only rank 0 adds."""
@@ -227,7 +227,7 @@ def load_eagle3(
         return torch.cat([part(f"midlayer.mlp.{name}.{kind}", f, inner, *inputs) for name in names])
 
     def rows_of(name: str, tokens: int) -> Tensor:
-        return part(name, tokens, shard.part(tokens), n).contiguous()
+        return part(name, tokens, shard.part(tokens), n)
 
     f, count = layer.intermediate, len(head.inputs)
     norms = {
@@ -281,9 +281,11 @@ class _Tensors:
     def has(self, name: str) -> bool:
         return name in self._stored
 
-    def read(self, name: str, *shape: int) -> Tensor:
+    def read(self, name: str, *shape: int, cut: Cut | None = None) -> Tensor:
+        """Return a tensor, which must have `shape`, or a part of it. Other parts take no memory."""
         self._check(name, shape)
-        return self._source.read(self._stored[name]).to(self._device, self._dtype)
+        stored = self._source.read(self._stored[name])
+        return (stored if cut is None else cut.of(stored)).to(self._device, self._dtype)
 
     def tokens(self, count: int, vocab: int) -> Tensor | None:
         """Return the model's tokens [count] of the head's. None: they are equal."""
