@@ -75,9 +75,10 @@ def used(file: WeightsFile, spec: ModelSpec, dtype: torch.dtype) -> NativeDecode
         {},
         {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "tied_embeddings": False, "qk_norm": True},
         {"experts": ExpertSpec(count=3, chosen=2, intermediate=40)},
+        {"hidden": 256, "experts": ExpertSpec(count=32, chosen=2, intermediate=256)},
         LARGE,
     ],
-    ids=["tiny", "biases and an embedding", "experts", "several pieces"],
+    ids=["tiny", "biases and an embedding", "experts", "experts that all threads pack", "several pieces"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_stored_weights_give_the_same_logits(
@@ -97,8 +98,9 @@ def test_stored_weights_give_the_same_logits(
         {},
         {"tied_embeddings": False},
         {"experts": ExpertSpec(count=3, chosen=2, intermediate=64, layers=(False, True))},
+        {"experts": ExpertSpec(count=64, chosen=2, intermediate=192)},
     ],
-    ids=["tied", "an embedding", "experts"],
+    ids=["tied", "an embedding", "experts", "experts that all threads pack"],
 )
 def test_stored_quantized_weights_give_the_same_logits(changes: dict[str, Any], tmp_path: Path) -> None:
     spec = tiny_spec(head_dim=64, heads=3, kv_heads=3, hidden=192, intermediate=256, **changes)

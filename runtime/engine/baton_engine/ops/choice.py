@@ -96,7 +96,7 @@ def kept_formats(
             f"{device}: {reason}. Use --quantize off."
         )
     if reason:
-        log.info("Quantized weights of %s are expanded on %s: %s", spec.architecture, device, reason)
+        log.info("Weights of %s that are quantized are expanded on %s: %s", spec.architecture, device, reason)
     return "off" if reason else choice, formats
 
 

@@ -577,7 +577,8 @@ static int load_experts(struct model *model, struct packing *all, struct linear 
     }
     struct expert_packing packing = {all, all->from ? experts : 0};
     const struct job job = {&packing, 1, packed_experts, pack_expert, 0};
-    if (experts * outputs * inputs >= SHARED_PACKING) pool_run(model->pool, &job);
+    /* The pool runs a chunk of a phase that has none. */
+    if (packing.count && experts * outputs * inputs >= SHARED_PACKING) pool_run(model->pool, &job);
     else
         for (size_t expert = 0; expert < packing.count; expert++) pack_expert(&packing, 0, expert, 0);
     if (weights->quantized && model->expert_blocks < inputs / BLOCK) model->expert_blocks = inputs / BLOCK;
