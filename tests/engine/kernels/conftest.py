@@ -8,12 +8,16 @@ without Triton: then these tests are not collected.
 
 from __future__ import annotations
 
+import os
 import threading
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+HERE = Path(__file__).parent
 
 with pytest.MonkeyPatch.context() as patch:
     if not torch.cuda.is_available():
@@ -24,12 +28,22 @@ with pytest.MonkeyPatch.context() as patch:
         import_module("baton_engine.ops.accelerator")
         import_module("baton_engine.ops.kernels.checksums")
         import_module("baton_engine.ops.kernels.sampling")
+        import_module("tests.engine.kernels.interpreter").install()
     except ImportError:
         collect_ignore_glob = ["test_*.py"]
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For whole models. Tests of the product have as many outputs to a program as a device."""
+    if not torch.cuda.is_available():
+        from tests.engine.kernels.interpreter import ROW_OUTPUTS
+
+        monkeypatch.setattr("baton_engine.ops.kernels.quantized.ROW_OUTPUTS", ROW_OUTPUTS)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch, few_programs: None) -> None:
     """
     Workers on the CPU compute with the kernels, in this process and in those that it starts.
 
@@ -41,6 +55,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.interpreter import InterpretedFunction
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(HERE / "started"), str(HERE.parents[2]))))
     run, lock = InterpretedFunction.run, threading.Lock()
 
     def run_locked(*args: Any, **kwargs: Any) -> None:

@@ -15,7 +15,6 @@ import torch
 from gguf import GGMLQuantizationType
 
 from baton_api.sampling import SamplingParams
-from baton_decode.main import decode
 from baton_engine.client import AsyncEngine
 from baton_engine.graphs import GraphModel, GraphPasses, capture_limits, head_with_graphs, with_graphs
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
@@ -29,7 +28,6 @@ from baton_engine.requests import RemotePrefill, Request
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings
 from baton_engine.worker import Worker, open_worker
-from baton_prefill.main import prefill
 from tests.decode.pair import tokens
 from tests.decode.real_model import real_side
 from tests.decode.test_pair_equals_one import GREEDY, SAMPLED, text
@@ -39,6 +37,7 @@ from tests.engine.gguf_files import write_gguf
 from tests.engine.greedy import CPU
 from tests.engine.kernels.cases import DEVICE
 from tests.engine.models import make_model
+from tests.engine.rank_pairs import open_pair
 from tests.engine.rank_threads import RankDevice, rank_threads
 from tests.engine.test_quantized_folder import SCHEMES, quantized_folder
 
@@ -50,7 +49,7 @@ pytestmark = [
 ]
 
 WAYS: tuple[dict[str, Any], ...] = (GREEDY, SAMPLED)
-COUNT = 6
+COUNT = 3
 """Tokens of an answer."""
 
 
@@ -69,9 +68,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "tiny", "qwen3", **sizes)
 
 
-def request_of(way: int, remote: RemotePrefill | None = None) -> Request:
+def request_of(way: int, remote: RemotePrefill | None = None, count: int = COUNT) -> Request:
     prompt = tuple(text(way, BLOCK_SIZE + 3 * way + 1))
-    return Request(f"{way}", prompt, SamplingParams(**WAYS[way], max_tokens=COUNT), remote=remote)
+    return Request(f"{way}", prompt, SamplingParams(**WAYS[way], max_tokens=count), remote=remote)
 
 
 @pytest.fixture
@@ -156,11 +155,10 @@ async def test_ranks_with_kept_weights_give_the_tokens_of_one(
     make, given, formats = QUANTIZED[name]
     path = make(tmp_path)
     async with open_worker(settings(path, 1, **given)) as worker:
-        expected = [await tokens_of(worker, request_of(way)) for way in range(len(WAYS))]
-        compatibility = worker.compatibility
+        expected, compatibility = await tokens_of(worker, request_of(1)), worker.compatibility
     async with open_worker(settings(path, 2, **given)) as worker:
         assert worker.compatibility == compatibility
-        assert [await tokens_of(worker, request_of(way)) for way in range(len(WAYS))] == expected
+        assert await tokens_of(worker, request_of(1)) == expected
     (line,) = [message for message in caplog.messages if message.startswith("Weights of rank 0: ")]
     assert set(re.findall(r" in (\w+)", line)) == formats
 
@@ -227,7 +225,7 @@ async def test_accelerated_ranks_replay_captured_passes_of_a_draft_head(kind: st
         model = make_model(tmp_path / "model", num_hidden_layers=3, **sizes)
         layers: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
         own = make_eagle3(tmp_path / "head", model, right=True, **layers)
-    spec, request = spec_of(model, own), request_of(0)
+    spec, request = spec_of(model, own), request_of(0, count=6)
     side = real_side("one", model, 4 * BLOCK_SIZE)
     await side.open()
     expected = tokens(await side.generate(request))
@@ -279,18 +277,5 @@ async def test_pair_with_kept_weights_and_float8_cache_answers_as_one(tmp_path: 
 
 
 async def answers_of_pair(path: Path, ranks: tuple[int, int], **given: Any) -> list[list[int]]:
-    given |= {"transfer": "nixl", "local_prefill_tokens": 0, "transfer_deadline_s": 60}
-    answers = []
-    async with (
-        open_worker(settings(path, ranks[0], role="prefill", **given)) as source,
-        prefill(source) as serving,
-        open_worker(settings(path, ranks[1], role="decode", **given)) as worker,
-        decode(worker) as fetching,
-    ):
-        assert fetching.remote is not None
-        for way in range(len(WAYS)):
-            request = request_of(way, fetching.remote(serving.control, "", f"{way}"))
-            outputs = [output async for output in worker.client.generate(request)]
-            answers.append(tokens(outputs))
-            assert outputs[0].relay is not None, "the prompt did not come from the prefill worker"
-    return answers
+    async with open_pair(settings, path, ranks, **given) as pair:
+        return [await pair.answer(request_of(way, pair.remote(f"{way}"))) for way in range(len(WAYS))]

@@ -44,6 +44,7 @@ from tests.engine.test_quantized_folder import SCHEMES, fp8, quantize_folder, qu
 pytestmark = [
     pytest.mark.skipif(DEVICE.type != "cpu", reason="these models are on a CPU"),
     pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),  # of numpy
+    pytest.mark.usefixtures("few_programs"),
 ]
 
 KEPT = {

@@ -495,8 +495,8 @@ int baton_load_router(struct model *model, int64_t layer_index, const float *fro
 }
 
 /*
- * Reserves the space of a quantized weight. Returns 0 if two formats would share a panel, if a format does not suit the
- * number of inputs, or if memory is exhausted.
+ * Reserves the space of a quantized weight. Returns 0 if the parts do not add up to the outputs, if two formats would
+ * share a panel, if a format does not suit the number of inputs, or if memory is exhausted.
  */
 static int place_quantized(struct model *model, struct linear *weight, const struct part *parts, size_t count,
                            size_t outputs, size_t inputs, int paired, int biased) {
@@ -507,7 +507,9 @@ static int place_quantized(struct model *model, struct linear *weight, const str
     weight->quantized = add_table(model, panel_count(weight) * sizeof(char *));
     weight->formats = add_table(model, panel_count(weight));
     if (!weight->quantized || !weight->formats) return 0;
-    size_t output = 0;
+    size_t output = 0, given = 0;
+    for (size_t nth = 0; nth < count; nth++) given += (size_t)parts[nth].outputs;
+    if (given != outputs) return 0;
     for (const struct part *part = parts; part < parts + count; part++)
         for (size_t row = 0; row < (size_t)part->outputs; row++) {
             uint8_t *format = weight->formats + packed_at(output++, outputs, paired) / PANEL;
