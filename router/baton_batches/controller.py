@@ -263,12 +263,14 @@ class BatchController:
                         (output if result.completed else errors).add(row)
                         if result.completed:
                             usage.add(result.body)
+                now = int(self._now())
+                expires_at = now + (OUTPUT_S if batch.output_seconds is None else batch.output_seconds)
                 ended = self._storage.ledger.finalize(
                     batch.id,
                     lease.epoch,
-                    int(self._now()),
-                    output=output.finished(),
-                    errors=errors.finished(),
+                    now,
+                    output=output.finished(expires_at),
+                    errors=errors.finished(expires_at),
                     usage=usage.counts(),
                     expired=expired,
                 )
@@ -280,11 +282,7 @@ class BatchController:
     @contextmanager
     def _outputs(self, batch: BatchRecord) -> Iterator[tuple[OutputFile, OutputFile]]:
         """The output and error files; neither is kept if rendering fails."""
-        keeps = OUTPUT_S if batch.output_seconds is None else batch.output_seconds
-        expires = int(self._now()) + keeps
-        both = [
-            OutputFile(self._storage, batch, kind, expires, int(self._now())) for kind in ("output", "error")
-        ]
+        both = [OutputFile(self._storage, batch, kind, int(self._now())) for kind in ("output", "error")]
         try:
             yield both[0], both[1]
         except BaseException:

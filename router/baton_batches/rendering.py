@@ -161,11 +161,10 @@ WRITE_BYTES = 256 * 1024
 class OutputFile:
     """A file that is created with its first row."""
 
-    def __init__(self, storage: Storage, batch: BatchRecord, kind: str, expires_at: int, now: int) -> None:
+    def __init__(self, storage: Storage, batch: BatchRecord, kind: str, now: int) -> None:
         self._storage = storage
         self._batch = batch
         self._kind = kind
-        self._expires_at = expires_at
         self._now = now
         self._digest = FileDigest()
         self._rows = bytearray()
@@ -179,8 +178,8 @@ class OutputFile:
         if len(self._rows) >= WRITE_BYTES:
             self._write()
 
-    def finished(self) -> NewFile | None:
-        """The stored file; None if it would be empty."""
+    def finished(self, expires_at: int) -> NewFile | None:
+        """The stored file, kept until this time; None if it would be empty."""
         if not self._digest.lines:
             return None
         self._write().commit()
@@ -192,7 +191,7 @@ class OutputFile:
             bytes=self._digest.size,
             sha256=self._digest.hash.hexdigest(),
             object=self._key,
-            expires_at=self._expires_at,
+            expires_at=expires_at,
         )
 
     def drop(self) -> None:

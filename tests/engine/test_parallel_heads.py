@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from baton_api.errors import SetupError
-from baton_decode.main import decode
 from baton_engine.batch import Batch
 from baton_engine.client import AsyncEngine
 from baton_engine.kv.cache import KVCache
@@ -29,7 +28,6 @@ from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings
 from baton_engine.spec import HeadSpec
 from baton_engine.worker import Worker, open_worker
-from baton_prefill.main import prefill
 from tests.engine.draft_heads import (
     CountingDecoder,
     Folders,
@@ -42,6 +40,7 @@ from tests.engine.draft_heads import (
 from tests.engine.greedy import CPU
 from tests.engine.models import make_model
 from tests.engine.random_weights import tiny_spec
+from tests.engine.rank_pairs import open_pair
 from tests.engine.rank_threads import RankDevice, rank_threads
 from tests.engine.test_draft_heads import mixed, request_of, text
 
@@ -130,8 +129,6 @@ class Ranks:
     [
         pytest.param("mtp of glm", 2, marks=pytest.mark.slow),
         pytest.param("mtp", 2, marks=pytest.mark.slow),
-        pytest.param("mtp of glm", 4, marks=pytest.mark.slow),
-        pytest.param("eagle3", 2, marks=pytest.mark.slow),
         pytest.param("eagle3", 4, marks=pytest.mark.slow),
         pytest.param("eagle3 with norms of its inputs", 2, marks=pytest.mark.slow),
     ],
@@ -179,12 +176,13 @@ def right_head(kind: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     return model, {"speculation": "eagle3", "draft_model": str(head), "speculation_tokens": 1}
 
 
-async def answer(worker: Worker, number: int, remote: RemotePrefill | None = None) -> list[int]:
+def drafted(number: int, remote: RemotePrefill | None = None) -> Request:
     request = request_of(f"r{number}", text(20 + 13 * number, number), max_tokens=24)
-    request = Request(request.id, request.prompt, request.sampling, remote=remote)
-    outputs = [output async for output in worker.client.generate(request)]
-    if remote is not None:
-        assert outputs[0].relay is not None, "the prompt did not come from the prefill worker"
+    return Request(request.id, request.prompt, request.sampling, remote=remote)
+
+
+async def answer(worker: Worker, number: int) -> list[int]:
+    outputs = [output async for output in worker.client.generate(drafted(number))]
     return [choice.token for output in outputs for choice in output.tokens]
 
 
@@ -272,19 +270,8 @@ async def test_pair_accepts_drafts_as_one_worker(kind: str, ranks: tuple[int, in
     """The first draft after a transfer comes from the state of the prompt's last block."""
     model, given = right_head(kind, tmp_path)
     expected = await expected_of(model)
-    given |= {"transfer": "nixl", "chunk_tokens": 16, "local_prefill_tokens": 0, "transfer_deadline_s": 60}
-    async with (
-        open_worker(settings(model, ranks[0], role="prefill", **given)) as source,
-        prefill(source) as serving,
-        open_worker(settings(model, ranks[1], role="decode", **given)) as worker,
-        decode(worker) as fetching,
-    ):
-        assert source.compatibility == worker.compatibility
-        assert fetching.remote is not None
-        answers = [
-            await answer(worker, number, fetching.remote(serving.control, "", f"r{number}"))
-            for number in range(3)
-        ]
-        totals = worker.client.snapshot().totals
+    async with open_pair(settings, model, ranks, chunk_tokens=16, **given) as pair:
+        answers = [await pair.answer(drafted(number, pair.remote(f"r{number}"))) for number in range(3)]
+        totals = pair.worker.client.snapshot().totals
     assert answers == expected
     assert totals.draft_tokens == totals.accepted_tokens > 10

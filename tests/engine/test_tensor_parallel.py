@@ -20,7 +20,6 @@ from torch import Tensor
 
 from baton_api.errors import SetupError, TransferFailed
 from baton_api.sampling import SamplingParams
-from baton_decode.main import decode
 from baton_engine.batch import Batch, BatchRow
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
@@ -35,9 +34,9 @@ from baton_engine.parallel.ranks import RankPools
 from baton_engine.requests import FinishReason, RemotePrefill, Request
 from baton_engine.settings import WorkerSettings
 from baton_engine.worker import Worker, open_worker
-from baton_prefill.main import prefill
 from tests.engine.models import make_model
 from tests.engine.random_weights import tiny_spec
+from tests.engine.rank_pairs import open_pair
 
 CPU = torch.device("cpu")
 BLOCKS = 20
@@ -291,8 +290,8 @@ async def test_worker_refuses_what_ranks_cannot_compute(
 @pytest.mark.parametrize(
     ("variant", "ranks"),
     [
-        *(("llama", ranks) for ranks in ((2, 1), (1, 2), (2, 2), (4, 2), (2, 4), (4, 4))),
-        *(("deepseek-v3", ranks) for ranks in ((2, 1), (1, 2), (4, 2), (2, 4))),
+        *(("llama", ranks) for ranks in ((2, 1), (1, 2), (4, 2), (2, 4))),
+        *(("deepseek-v3", ranks) for ranks in ((2, 1), (1, 2))),
         ("deepseek-v2 with groups", (2, 2)),
         ("minimax m2", (2, 4)),
     ],
@@ -303,23 +302,10 @@ async def test_pair_of_any_degrees_answers_as_one_worker(
     model = make_model(tmp_path / "model", variant)
     async with open_worker(settings(model, 1)) as worker:
         expected = [await tokens_of(worker, f"one-{number}", way) for number, way in enumerate(SAMPLING)]
-    given = {"transfer": "nixl", "chunk_tokens": 16, "local_prefill_tokens": 0, "transfer_deadline_s": 60}
-    async with (
-        open_worker(settings(model, ranks[0], role="prefill", **given)) as source,
-        prefill(source) as serving,
-        open_worker(settings(model, ranks[1], role="decode", **given)) as worker,
-        decode(worker) as fetching,
-    ):
-        assert source.compatibility == worker.compatibility
-        assert fetching.remote is not None
+    async with open_pair(settings, model, ranks, chunk_tokens=16) as pair:
         for number, way in enumerate(SAMPLING):
-            remote = fetching.remote(serving.control, "", f"pair-{number}")
-            request = request_of(f"pair-{number}", way, remote)
-            outputs = [output async for output in worker.client.generate(request)]
-            assert [choice.token for output in outputs for choice in output.tokens] == expected[number]
-            relay = outputs[0].relay
-            assert relay is not None, "the prompt did not come from the prefill worker"
-            assert relay.transport.startswith("nixl")
+            name = f"pair-{number}"
+            assert await pair.answer(request_of(name, way, pair.remote(name))) == expected[number]
 
 
 def test_rank_0_returns_after_all_ranks_have_stored(tiny: Path, tmp_path: Path) -> None:
