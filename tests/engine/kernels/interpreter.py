@@ -15,8 +15,6 @@ from typing import Any
 from triton import language as tl
 from triton.runtime import interpreter
 
-Scope = interpreter._LangPatchScope
-
 ROW_OUTPUTS = 64
 """Of a program that multiplies one row, in whole models: each program takes milliseconds."""
 
@@ -27,7 +25,7 @@ def builtins_of(place: object) -> list[str]:
     return [name for name, member in inspect.getmembers(place) if tl.core.is_builtin(member)]
 
 
-def replace_builtins(place: object, builder: object, scope: Scope) -> None:
+def replace_builtins(place: object, builder: object, scope: Any) -> None:
     for name in builtins_of(place):
         if tl.core.is_builtin(member := getattr(place, name)):
             interpreter._patch_attr(place, name, member, builder, scope)
@@ -36,12 +34,12 @@ def replace_builtins(place: object, builder: object, scope: Scope) -> None:
 class Replacing:
     """Replaces what a launch needs once: its scope has changes from its begin to its end."""
 
-    def __init__(self, replace: Callable[[Any], Scope]) -> None:
+    def __init__(self, replace: Callable[[Any], Any]) -> None:
         self._replace = replace
-        self._launch = Scope()
+        self._launch = interpreter._LangPatchScope()
         self._modules: set[str] = set()
 
-    def __call__(self, function: Any) -> Scope:
+    def __call__(self, function: Any) -> Any:
         named = function.__globals__.values()
         modules = {module.__name__ for module in (tl, tl.core) if any(module is one for one in named)}
         if not self._launch._changes:
@@ -50,7 +48,7 @@ class Replacing:
         if not modules <= self._modules:
             self._launch._changes += self._replace(function)._changes
             self._modules |= modules
-        return Scope()
+        return interpreter._LangPatchScope()
 
 
 Shape = tuple[int, ...]
