@@ -39,9 +39,16 @@ FLUSH_S = 5.0
 
 def check_tiers(settings: WorkerSettings) -> None:
     """Raise SetupError if the settings of the tiers contradict each other."""
-    if settings.kv_memory_tier and settings.tensor_parallel_size > 1:
+    tiers = {
+        "--kv-memory-tier": settings.kv_memory_tier,
+        "--kv-disk-tier": settings.kv_disk_tier,
+        "--kv-shared-store": settings.kv_shared_store,
+    }
+    chosen = [flag for flag, value in tiers.items() if value]
+    if chosen and settings.tensor_parallel_size > 1:
         raise SetupError(
-            "--kv-memory-tier needs --tensor-parallel-size 1: it would keep the first rank's part of a block."
+            f"--tensor-parallel-size {settings.tensor_parallel_size} cannot be used with "
+            f"{' and '.join(chosen)}: only the first rank's part of a block would be kept."
         )
     if bool(settings.kv_disk_tier) != bool(settings.kv_disk_tier_size):
         raise SetupError(
