@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from baton_batches.controller import PARALLEL_BATCHES, SWEEP_S, BatchController
+from baton_batches.controller import OUTPUT_S, PARALLEL_BATCHES, SWEEP_S, BatchController
 from baton_batches.database import Database
 from baton_batches.files import NewFile
 from baton_batches.ledger import Ledger
@@ -94,6 +94,27 @@ async def test_expired_batch_delivers_results_and_names_the_rest(tmp_path: Path,
             ("a", "batch_expired"),
             ("c", "batch_expired"),
         ]
+
+
+async def test_files_of_a_batch_are_kept_for_30_days_from_their_creation(tmp_path: Path, urls: str) -> None:
+    """However long it takes to write them: no two looks at the clock show the same second."""
+
+    class Going(Time):
+        def __call__(self) -> float:
+            self.now += 1.0
+            return self.now
+
+    time = Time()
+    with kept(tmp_path, urls) as storage:
+        id, find = stored(storage, line("a"), time.now).id, storage.ledger.find
+        await keep_until([BatchController(storage, time)], lambda: find(id).status is BatchStatus.IN_PROGRESS)
+        going = Going()
+        going.now = time.now + 86400
+        await keep_until([BatchController(storage, going)], lambda: find(id).status.ended)
+        error_file = find(id).error_file
+        assert error_file is not None
+        file = storage.files.get("o", error_file, int(going.now))
+        assert file.expires_at == file.created_at + OUTPUT_S
 
 
 async def test_batch_is_ended_by_one_of_several_controllers(tmp_path: Path, urls: str) -> None:
