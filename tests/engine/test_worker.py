@@ -177,8 +177,12 @@ async def test_without_a_size_the_cache_takes_a_part_of_the_memory(tiny: Path) -
         ({"kv_memory_tier": 2**60}, ("--kv-memory-tier", "1152922 TB", "are free")),
         ({"kv_memory_tier": BLOCK_BYTES - 1}, ("--kv-memory-tier", "one KV block", "8.19 kB")),
         (
+            {"kv_memory_tier": 2**20, "tensor_parallel_size": 2},
+            ("--tensor-parallel-size 2", "with --kv-memory-tier:", "Use --tensor-parallel-size 1"),
+        ),
+        (
             {"kv_shared_store": "file:///tmp/kv", "kv_disk_tier": "/tmp/kv", "tensor_parallel_size": 2},
-            ("--kv-disk-tier and --kv-shared-store", "--tensor-parallel-size 2"),
+            ("with --kv-disk-tier and --kv-shared-store:", "Use --tensor-parallel-size 1"),
         ),
         ({"kv_disk_tier": "/tmp/kv"}, ("--kv-disk-tier-size", "100GiB")),
         (
@@ -217,6 +221,7 @@ async def test_without_a_size_the_cache_takes_a_part_of_the_memory(tiny: Path) -
         "a tier larger than memory",
         "a tier of no block",
         "a tier of several ranks",
+        "two tiers of several ranks",
         "a disk without its size",
         "a disk without memory",
         "a disk of no block",

@@ -48,7 +48,8 @@ def check_tiers(settings: WorkerSettings) -> None:
     if chosen and settings.tensor_parallel_size > 1:
         raise SetupError(
             f"--tensor-parallel-size {settings.tensor_parallel_size} cannot be used with "
-            f"{' and '.join(chosen)}: only the first rank's part of a block would be kept."
+            f"{' and '.join(chosen)}: only the first rank's part of a block would be kept. "
+            "Use --tensor-parallel-size 1, or no tier."
         )
     if bool(settings.kv_disk_tier) != bool(settings.kv_disk_tier_size):
         raise SetupError(
