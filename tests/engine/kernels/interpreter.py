@@ -1,5 +1,5 @@
 """
-Triton's interpreter, without what it repeats: half of its time, and none of its arithmetic.
+Triton's interpreter, without what it repeats: more than half of its time, and none of its arithmetic.
 
 It replaces the functions of `triton.language` at each launch, and looks for them again at each call of a
 function of a kernel, though they are replaced already.
