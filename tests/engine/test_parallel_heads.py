@@ -129,6 +129,8 @@ class Ranks:
     [
         pytest.param("mtp of glm", 2, marks=pytest.mark.slow),
         pytest.param("mtp", 2, marks=pytest.mark.slow),
+        pytest.param("mtp of glm", 4, marks=pytest.mark.slow),
+        pytest.param("eagle3", 2, marks=pytest.mark.slow),
         pytest.param("eagle3", 4, marks=pytest.mark.slow),
         pytest.param("eagle3 with norms of its inputs", 2, marks=pytest.mark.slow),
     ],

@@ -290,8 +290,8 @@ async def test_worker_refuses_what_ranks_cannot_compute(
 @pytest.mark.parametrize(
     ("variant", "ranks"),
     [
-        *(("llama", ranks) for ranks in ((2, 1), (1, 2), (4, 2), (2, 4))),
-        *(("deepseek-v3", ranks) for ranks in ((2, 1), (1, 2))),
+        *(("llama", ranks) for ranks in ((2, 1), (1, 2), (2, 2), (4, 2), (2, 4), (4, 4))),
+        *(("deepseek-v3", ranks) for ranks in ((2, 1), (1, 2), (4, 2), (2, 4))),
         ("deepseek-v2 with groups", (2, 2)),
         ("minimax m2", (2, 4)),
     ],
